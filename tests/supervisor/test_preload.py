@@ -181,6 +181,32 @@ def test_what_the_import_sets_is_set_in_each_trial(
     assert different(found, "numpy") == 3
 
 
+def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
+    module.write("""
+        import random, numpy
+        run = random.getrandbits(40), float(numpy.random.random()), float(numpy.random.rand(70_000).sum())
+        def measured(config): return {"run": str(run), "drawn": random.random(), "numpy": numpy.random.random()}
+    """)
+    first, second = trains(2), trains(2)
+    assert (different(first, "run"), different([*first, *second], "run")) == (1, 2)
+    assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
+
+
+@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+def test_a_module_sets_variables_before_it_imports_what_reads_them(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy/__init__.py").write_text("import os\nfound = os.environ.get('READ_ONCE')")
+    (tmp_path / "numpy/random.py").write_text("def seed(number=None): pass\nraise ImportError('wrong ABI')")
+    module.write("""
+        os.environ["READ_ONCE"] = "1"
+        import numpy
+        def measured(config): return {"found": numpy.found}
+    """)
+    assert [each["found"] for each in trains(2, reuse)] == ["1", "1"]
+
+
 def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
     before = trains(2)
     module.write("def measured(config): return {'x': 'changed'}")
@@ -189,12 +215,13 @@ def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trai
     assert len(module.imports) == 2
 
 
+@pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
-    module: Module, ours: Family, hearing: Hearing
+    module: Module, ours: Family, hearing: Hearing, reuse: Reuse
 ) -> None:
     del ours
     codes = []
-    with TrialProcessPool(slots=1, reuse="auto") as pool:
+    with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
             with pool.process(module.start(), log_to(hearing)) as channel:
@@ -220,6 +247,18 @@ REASONS = {
     """,
     "its import left open: /proc/": """
         left = open("/proc/self/status")
+    """,
+    "its import left open: /dev/null": """
+        left = open(os.devnull, "w")
+    """,
+    "its import left open: shared memory": """
+        import multiprocessing
+        left = multiprocessing.Lock()
+        left.acquire()
+    """,
+    "its import set a timer": """
+        import signal
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
     """,
     "its import left open: a GPU": """
         import sys, types
@@ -270,6 +309,38 @@ def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: F
     assert "its import raised RuntimeError: no licence" in hearing.lines[0]
 
 
+def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Family, hearing: Hearing) -> None:
+    del ours
+    module.write(f"raise ValueError({'あ' * 900!r})")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+        assert isinstance(heard(channel)[-1], Broke)
+    assert "its import raised ValueError: ああ" in hearing.lines[0]
+
+
+def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
+    module.write("""
+        import socket, subprocess, sys
+        listens = "import socket; s = socket.create_server(('127.0.0.1', 45117)); print(flush=True); s.accept()"
+        server = subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE)
+        assert server.stdout.readline()
+        def measured(config): return {"x": config["x"]}
+    """)
+    assert [each["x"] for each in trains(2, "fork")] == [0, 1]
+
+
+def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, module: Module) -> None:
+    module.write("import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()\n" + QUIET)
+    assert (len(trains(2, "fork")), len(module.imports)) == (2, 1)
+
+
+def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, ours: Family, hearing: Hearing) -> None:
+    module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+    ours.require_none()
+
+
 def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, ours: Family, hearing: Hearing) -> None:
     del ours
     module.write("os._exit(3)")
@@ -295,7 +366,7 @@ def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(
 
 
 def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:
-    module.write("import time; time.sleep(600)")
+    module.write("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)")
     code = dedent(f"""
         import logging, sys, time
         sys.path.insert(0, {str(tmp_path)!r})
@@ -353,6 +424,9 @@ LEFT = {
     "a thread": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "a process": "subprocess.Popen(['sleep', '600'])",
     "an orphan": "subprocess.run(['sh', '-c', 'setsid sleep 600 &'], check=True)",
+    "a file": "globals().update(left=open('/etc/hostname'))",
+    "a log file": "logging.basicConfig(filename='log')",
+    "a stream": "sys.stdout = open('printed', 'w')",
     "a handler": "signal.signal(signal.SIGUSR2, lambda *_: None)",
 }
 
@@ -360,7 +434,7 @@ LEFT = {
 @pytest.mark.parametrize("what", LEFT)
 def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Trains, module: Module, what: str) -> None:
     module.write(f"""
-        import signal, subprocess, threading
+        import logging, signal, subprocess, sys, threading
         def measured(config):
             {LEFT[what]}
             return {{}}

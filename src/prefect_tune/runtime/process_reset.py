@@ -52,8 +52,8 @@ def _take_on(environment: dict[bytes, bytes]) -> None:
 def _forget_what_was_drawn() -> None:
     """Seed the generators of imported libraries; one that is imported later is new anyway."""
     random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    if (of_numpy := sys.modules.get("numpy.random")) is not None:  # which `import numpy` alone does not import
+        of_numpy.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(_TORCH_SEED)
 
@@ -114,8 +114,8 @@ def has_noted_import() -> bool:
 def _numpy_seeded_with(seed: int) -> Iterator[None]:
     """Seed NumPy's global generator, now or as soon as the block imports it; the block must not import it earlier."""
     finder = _SeedingFinder(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+    if (of_numpy := sys.modules.get("numpy.random")) is not None:
+        of_numpy.seed(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -146,11 +146,10 @@ def _seeded_generators(probe: int) -> Iterator[tuple[Callable[[Any], object], ob
     state = random.getstate()
     if not _was_drawn(state[1][:-1], lambda: own.getstate()[1][:-1], lambda: own.getrandbits(32 * _BLOCK)):
         yield random.setstate, state
-    if (numpy := sys.modules.get("numpy")) is not None:
-        like = numpy.random.RandomState(probe)
-        found = numpy.random.get_state()
+    if (of_numpy := sys.modules.get("numpy.random")) is not None:
+        like, found = of_numpy.RandomState(probe), of_numpy.get_state()
         if not _was_drawn(tuple(found[1]), lambda: tuple(like.get_state()[1]), lambda: like.bytes(4 * _BLOCK)):
-            yield numpy.random.set_state, found
+            yield of_numpy.set_state, found
     torch = sys.modules.get("torch")
     if torch is not None and (seed := torch.initial_seed()) != _TORCH_SEED:
         yield torch.manual_seed, seed  # of GPUs too
