@@ -67,6 +67,10 @@ class StoreLink:
         self._was_told = False
         self._warned = ""
         self._pool: TrialProcessPool | None = None
+        self._guard = threading.Lock()
+        self._early: list[Answer] = []
+        self._tell: Callable[[Answer], None] | None = None
+        self._watching: threading.Thread | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
@@ -80,6 +84,7 @@ class StoreLink:
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
+        self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
         epoch, reuse = self._shares
         search = self._target.uri, self._trial.experiment, epoch
         own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, reuse)
@@ -87,9 +92,11 @@ class StoreLink:
             yield channel
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
-        """Start a thread that polls the target for answers."""
-        watch = (self._watch, tell)
-        threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
+        with self._guard:
+            self._tell = tell
+            for answer in self._early:
+                tell(answer)
+        self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
         if asks:
@@ -108,17 +115,31 @@ class StoreLink:
         self._closed.set()
         self._asks.set()
 
-    def _watch(self, tell: Callable[[Answer], None]) -> None:
+    def _begin_to_watch(self) -> None:
+        """Start the thread that polls the target for answers."""
+        if self._watching is None:
+            run = copy_context().run
+            self._watching = threading.Thread(target=run, args=(self._watch,), name="answers", daemon=True)
+            self._watching.start()
+
+    def _deliver(self, answer: Answer) -> None:
+        with self._guard:
+            if self._tell is None:
+                self._early.append(answer)
+            else:
+                self._tell(answer)
+
+    def _watch(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._closed.is_set():
             self._asks.wait(_UNASKED_SECONDS)
-            if self._look(tell):
+            if self._look():
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._asked is not None:
                 self._closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _look(self, tell: Callable[[Answer], None]) -> bool:
+    def _look(self) -> bool:
         """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
 
         An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
@@ -126,7 +147,7 @@ class StoreLink:
         """
         try:
             with self._target.open(timeout=_REQUEST) as store:
-                self._look_for_unasked(store, tell)
+                self._look_for_unasked(store)
                 step = self._asked
                 found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
         except StoreUnavailable:
@@ -142,7 +163,7 @@ class StoreLink:
             return False
         self._asked = None
         self._asks.clear()
-        tell(found)
+        self._deliver(found)
         return True
 
     def _warn(self, error: TuneError) -> None:
@@ -151,7 +172,7 @@ class StoreLink:
             log = logging.getLogger("prefect_tune")
             log.warning("trial %s cannot read its answers on the target: %s", self._trial.trial, why)
 
-    def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
+    def _look_for_unasked(self, store: ObjectStore) -> None:
         if self.stop.is_set() or self._was_told:
             return
         match read_answer(store, self._trial, self._attempt, UNASKED):
@@ -161,4 +182,4 @@ class StoreLink:
                 self.stop.set()
             case answer:
                 self._was_told = True
-                tell(answer)
+                self._deliver(answer)

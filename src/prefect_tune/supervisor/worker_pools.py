@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ class _SharedPool:
     def __init__(self, reuse: Reuse) -> None:
         self.pool = TrialProcessPool(slots=None, reuse=reuse)
         self.user_count = 0
-        self.use_count = 0
+        self.end: threading.Timer | None = None
 
 
 _guard = threading.Lock()
@@ -34,28 +35,35 @@ def worker_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
     Idle pools of other searches are closed at once, since their processes may hold memory of a GPU.
     """
     with _guard:
+        others = [_pools.pop(key) for key, each in [*_pools.items()] if key != search and not each.user_count]
+    for each in others:
+        each.pool.close()
+    with _guard:
         shared = _pools.setdefault(search, _SharedPool(reuse))
         shared.user_count += 1
-        shared.use_count += 1
-        idle = [key for key, each in _pools.items() if not each.user_count]
-        leaving = [_pools.pop(key) for key in idle]
-    for each in leaving:
-        each.pool.close()
+        if shared.end is not None:
+            shared.end.cancel()
     try:
         yield shared.pool
     finally:
         with _guard:
             shared.user_count -= 1
-        timer = threading.Timer(_IDLE.total_seconds(), _close_if_idle, (search, shared.use_count))
-        timer.daemon = True
-        timer.start()
+            if not shared.user_count:
+                shared.end = threading.Timer(_IDLE.total_seconds(), _close_if_idle, (search, shared))
+                shared.end.daemon = True
+                shared.end.start()
 
 
-def _close_if_idle(search: Hashable, use_count: int) -> None:
-    """Close the pool if it is not in use, and was not used since."""
+def _close_if_idle(search: Hashable, shared: _SharedPool) -> None:
     with _guard:
-        shared = _pools.get(search)
-        if shared is None or shared.user_count or shared.use_count != use_count:
+        if shared.user_count or _pools.get(search) is not shared:
             return
         del _pools[search]
     shared.pool.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the pools when the worker exits: they remove their temporary directories."""
+    while _pools:
+        _pools.popitem()[1].pool.close()
