@@ -18,10 +18,8 @@ together with its subreaper (`PR_SET_PDEATHSIG`).
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -39,11 +37,22 @@ from typing import Any, NoReturn, TypeAlias
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.group_signals import ignore_group_signals
+from prefect_tune.runtime.linux import (
+    adopt_orphans,
+    children_of,
+    die_with_parent,
+    keep_only,
+    rung,
+    send_signal,
+    set_process_name,
+    sigchld_pipe,
+    silence,
+    while_alive,
+)
 from prefect_tune.runtime.preload import import_before_forking
-from prefect_tune.runtime.process_reset import children_of, settle_in
+from prefect_tune.runtime.process_reset import settle_in
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
     signal.SIGHUP,
@@ -60,7 +69,6 @@ _LOOK_AGAIN = timedelta(seconds=0.05)
 _SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
 _REASON_BYTES = 2000
-_libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
 _Life: TypeAlias = "Callable[[], _Life | None]"
 
@@ -104,24 +112,24 @@ def run_forever(life: _Life | None) -> NoReturn:
 
 def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
-    alive = _while_alive(supervisor)
+    alive = while_alive(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor died before the pidfd was opened
-    _set_process_name(b"tune-forkserver")
+    set_process_name(b"tune-forkserver")
     copy_context().run(rehearse)
     return _serve_forks(socket.socket(fileno=control_fd), alive)
 
 
 def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None:
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
+    adopt_orphans()  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
-    deaths = _sigchld_pipe()
+    deaths = sigchld_pipe()
     subreapers: dict[int, socket.socket] = {}
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
-    while not (rung := _rung([control.fileno(), deaths, *alive])).intersection(alive):
-        if deaths in rung:
+    while not (woken := rung([control.fileno(), deaths, *alive])).intersection(alive):
+        if deaths in woken:
             _reap(deaths, subreapers)
-        if control.fileno() in rung:
+        if control.fileno() in woken:
             if (asked := _next_asked(control)) is None:
                 break
             if not _is_given(subreapers.values(), asked) and (line := _new_subreaper(subreapers, asked)) is not None:
@@ -170,13 +178,13 @@ def _new_subreaper(subreapers: dict[int, socket.socket], asked: _Asked) -> socke
 
 def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
     """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
-    _silence(deaths)
+    silence(deaths)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
             if (line := subreapers.pop(death[0], None)) is not None:
                 line.close()
             if line is None or death[1] != 0:
-                _send(signal.SIGKILL, children_of(os.getpid()) - subreapers.keys())
+                send_signal(signal.SIGKILL, children_of(os.getpid()) - subreapers.keys())
         return True
     return False
 
@@ -186,7 +194,7 @@ def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
     for line in subreapers.values():
         line.close()  # a free subreaper exits at once
     while _reap(deaths, subreapers) and subreapers:
-        _rung([deaths])
+        rung([deaths])
     _end_strays(deaths)
 
 
@@ -196,10 +204,10 @@ def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
 def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    _keep_only(pool.fileno(), *first.descriptors, *alive)
-    _set_process_name(b"tune-subreaper")
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    deaths, subreaper = _sigchld_pipe(), os.getpid()
+    keep_only(pool.fileno(), *first.descriptors, *alive)
+    set_process_name(b"tune-subreaper")
+    adopt_orphans()
+    deaths, subreaper = sigchld_pipe(), os.getpid()
     asked: _Asked | None = first
     while asked is not None:
         if (trial := _fork(asked)) == 0:
@@ -238,10 +246,10 @@ def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _Asked | Non
     """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
     with suppress(OSError):  # no request, or the fork server is gone
         pool.send(_FREE)
-        rung = _rung([pool.fileno(), *alive], _SUBREAPERS_STAY)
-        if not rung:
+        woken = rung([pool.fileno(), *alive], _SUBREAPERS_STAY)
+        if not woken:
             pool.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
-        if not rung.intersection(alive):
+        if not woken.intersection(alive):
             return _next_asked(pool)
     return None
 
@@ -251,10 +259,10 @@ def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
     while (dead := _first_dead()) != trial:
         if dead is not None:
             os.waitpid(dead, 0)  # an orphaned descendant of the trial
-        elif _rung([deaths, *ends]).intersection(ends):
+        elif rung([deaths, *ends]).intersection(ends):
             return False
         else:
-            _silence(deaths)
+            silence(deaths)
     return True
 
 
@@ -282,10 +290,10 @@ def _end_strays(deaths: int) -> None:
     asked: set[int] = set()
     while _has_children() and (now := time.monotonic()) < give_up_at:
         left = children_of(os.getpid())  # includes descendants whose parent has just died
-        _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
+        send_signal(signal.SIGTERM, left - asked) if now < kill_at else send_signal(signal.SIGKILL, left)
         asked |= left
-        if _rung([deaths], _LOOK_AGAIN):
-            _silence(deaths)
+        if rung([deaths], _LOOK_AGAIN):
+            silence(deaths)
 
 
 def _has_children() -> bool:
@@ -320,80 +328,24 @@ def _import_and_fork(asked: _Asked, subreaper: int, before: _Handlers) -> _Life 
     settle_in(request.surroundings)
     why_not = import_before_forking(request)
     control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
-    return None if why_not else partial(_serve_forks, control, _while_alive(request.supervisor))
+    return None if why_not else partial(_serve_forks, control, while_alive(request.supervisor))
 
 
 def _is_set_up(asked: _Asked, subreaper: int, before: _Handlers, name: bytes) -> bool:
     """Set the process up as if it had been started by exec; return whether its subreaper is alive."""
     os.setsid()
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != subreaper:
         return False  # the subreaper died before prctl was called
-    _set_process_name(name)
+    set_process_name(name)
     os.dup2(asked.output, 1)
     os.dup2(asked.output, 2)
-    _keep_only(asked.channel)
+    keep_only(asked.channel)
     os.set_inheritable(asked.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     return True
-
-
-# ----------------------------------------------------------------------------------------------------- the kernel
-
-
-def _set_process_name(name: bytes) -> None:
-    """Set the process name that `ps` and `top` show, cut to 15 bytes."""
-    _libc.prctl(_PR_SET_NAME, name)
-
-
-def _sigchld_pipe() -> int:
-    """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    return reading
-
-
-def _silence(bell: int) -> None:
-    with suppress(BlockingIOError):  # it is empty
-        os.read(bell, 4096)
-
-
-def _while_alive(pid: int) -> list[int]:
-    """Return a pidfd, which becomes readable when the process dies; none on Linux older than 5.3.
-
-    End of file on a socket shows the same, unless a fork of that process holds it open.
-    """
-    try:
-        return [os.pidfd_open(pid)]
-    except OSError:
-        return []
-
-
-def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
-    """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
-    poll = select.poll()
-    for bell in bells:
-        poll.register(bell, select.POLLIN)
-    return {bell for bell, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
-
-
-def _keep_only(*descriptors: int) -> None:
-    """Close every other descriptor but the standard streams."""
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
-        if descriptor > 2 and descriptor not in descriptors:
-            with suppress(OSError):  # the listing's own
-                os.close(descriptor)
-
-
-def _send(number: signal.Signals, pids: Collection[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def _fork(asked: _Asked) -> int:

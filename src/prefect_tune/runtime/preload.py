@@ -22,7 +22,8 @@ from typing import Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
-from prefect_tune.runtime.process_reset import ProcessState, children_of, noting_import
+from prefect_tune.runtime.linux import children_of
+from prefect_tune.runtime.process_reset import ProcessState, noting_import
 from prefect_tune.runtime.trial_process import flush_output, load_trainable, prepend_import_path, remember_source
 
 __all__ = ["import_before_forking"]

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from prefect_tune.core.messages.process_messages import Surroundings
+from prefect_tune.runtime.linux import children_of
 
 _TORCH_SEED = 67280421310721  # torch's default seed
 _BLOCK = 624  # numbers of 32 bits for each key of a Mersenne twister
@@ -136,7 +137,7 @@ class _SeedingFinder(MetaPathFinder):
         spec = next((each for each in others if each is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), module.seed(self._seed))  # type: ignore[method-assign]
+            spec.loader.exec_module = lambda module: (run(module), module.seed(self._seed))  # type: ignore[method-assign]  # as lazy loaders do
         return spec
 
 
@@ -220,17 +221,3 @@ def free_memory() -> None:
 
 def _bytes(characters: str) -> bytes:
     return characters.encode("latin-1")
-
-
-def children_of(*parents: int) -> set[int]:
-    """Return the pids of the processes' children, adopted ones included."""
-    pids = {str(each).encode() for each in parents}
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold any bytes, parentheses too
-                _, its_parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if its_parent in pids:
-                    found.add(int(entry.name))
-    return found

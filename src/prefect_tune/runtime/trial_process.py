@@ -224,9 +224,8 @@ class _Attempts:
             ended = self._train(session, trainable, start)
         except TrialOver as over:
             ended = over.ended(waits=self._kept is not None)
-        is_kept = start.kept == "always" or (
-            start.kept == "after-imports" and len(sys.modules) - self._module_count >= _MANY_MODULES
-        )
+        has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
+        is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
         if is_kept and not ended.interrupted and not ended.waits and before.is_restored():
             return ended.model_copy(update={"waits": True})
         return ended
