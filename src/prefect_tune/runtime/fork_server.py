@@ -149,7 +149,10 @@ def _close(sockets: Collection[socket.socket]) -> None:
 def _next_asked(control: socket.socket) -> _Asked | None:
     """Return the next request; None at end of file."""
     message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
-    return _Asked(*descriptors, word=message) if message else None
+    if not message:
+        return None
+    channel, output, status = descriptors
+    return _Asked(channel, output, status, message)
 
 
 def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:

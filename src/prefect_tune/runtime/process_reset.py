@@ -137,7 +137,12 @@ class _SeedingFinder(MetaPathFinder):
         spec = next((each for each in others if each is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), module.seed(self._seed))  # type: ignore[method-assign]  # as lazy loaders do
+
+            def run_and_seed(module: ModuleType) -> None:
+                run(module)
+                module.seed(self._seed)
+
+            spec.loader.exec_module = run_and_seed  # type: ignore[method-assign]  # as lazy loaders do
         return spec
 
 
