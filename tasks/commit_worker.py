@@ -40,6 +40,7 @@ from prefect_tune.core.experiment.retention import retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.prefect_api.short_task_run import run_here
 from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
@@ -220,7 +221,8 @@ class CommitWorker:
 
     def _saved(self, handed_over: PendingCheckpoint) -> SavedCheckpoint:
         step = handed_over.report.step
-        return save_checkpoint(
+        return run_here(
+            save_checkpoint,
             skip_prefect_introspection(self._plan.target),
             skip_prefect_introspection(
                 CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,9 +14,9 @@ from functools import cache, partial
 from typing import Protocol, TypeAlias
 
 from prefect import Task
-from prefect.futures import PrefectFuture
 
 from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.prefect_api.short_task_run import run_here
 from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
@@ -29,9 +30,9 @@ __all__ = [
     "RemoteAttemptStarted",
     "TrialExecutor",
     "attempt_of",
+    "attempts_on",
     "call_attempt",
     "have_ended",
-    "submit_attempt",
 ]
 
 _PATIENCE = timedelta(seconds=0.5)
@@ -57,13 +58,16 @@ class RemoteAttemptStarted:
 Message: TypeAlias = TrialMessage | AttemptExited | RemoteAttemptStarted
 
 
-def attempt_of(plan: TrialSpec) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
+_AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]
+
+
+def attempt_of(plan: TrialSpec) -> _AttemptTask:
     """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
     return _tagged(plan.tags)
 
 
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
-def _tagged(tags: tuple[str, ...]) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
+def _tagged(tags: tuple[str, ...]) -> _AttemptTask:
     return run_trial.with_options(retries=0, tags=tags)
 
 
@@ -124,29 +128,32 @@ Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], obj
 """Starts an attempt; returns what has to be kept until it has ended."""
 
 
-def submit_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
-    """Submit an attempt to the flow's thread pool."""
-    future = attempt_of(plan).submit(
-        skip_prefect_introspection(plan), skip_prefect_introspection(request), skip_prefect_introspection(link)
-    )
-    future.add_done_callback(lambda done: ended(_error_of(done)))
-    return future
+def attempts_on(threads: Executor) -> Launch:
+    """Return a launch that runs each attempt's task in one of `threads`."""
+
+    def launch(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
+        task, context = attempt_of(plan), copy_context()
+        return threads.submit(context.run, _call, task, plan, request, link, ended)
+
+    return launch
 
 
 def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
-
-    def call() -> None:
-        try:
-            run_trial(plan, request, link)
-        except BaseException as error:  # noqa: BLE001  the driver handles the error
-            ended(error)
-        else:
-            ended(None)
-
-    thread = threading.Thread(target=copy_context().run, args=(call,), name="run-trial", daemon=True)
+    work = (_call, run_trial, plan, request, link, ended)
+    thread = threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True)
     thread.start()
     return thread
+
+
+def _call(task: _AttemptTask, plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+    quote = skip_prefect_introspection
+    try:
+        run_here(task, quote(plan), quote(request), quote(link))
+    except BaseException as error:  # noqa: BLE001  the driver handles the error
+        ended(error)
+    else:
+        ended(None)
 
 
 class LocalExecutor:
@@ -158,7 +165,8 @@ class LocalExecutor:
         self,
         pool: TrialProcessPool,
         environments: Sequence[Mapping[str, str]] = (),
-        launch: Launch = submit_attempt,
+        *,
+        launch: Launch,
     ) -> None:
         """Args: environments: environment variables of each slot; an attempt takes the lowest free slot."""
         self._pool = pool
@@ -214,13 +222,3 @@ class LocalExecutor:
         taken = self._places.values()
         self._places[trial] = next(place for place in range(len(self._environments)) if place not in taken)
         return replace(request, environment={**request.environment, **self._environments[self._places[trial]]})
-
-
-def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:
-    try:
-        future.wait()
-        if not future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
-            future.result()
-    except BaseException as error:  # noqa: BLE001  the driver handles the error
-        return error
-    return None

@@ -109,13 +109,13 @@ def _without_heartbeats() -> AbstractContextManager[object]:
 def _environment() -> Mapping[str, str]:
     """Return the server's environment: Prefect's own, and lighter defaults that the user's settings override."""
     return {
-        **_LIGHTER,
+        **LIGHTER_SERVER,
         **os.environ,
         **get_current_settings().to_environment_variables(exclude_unset=True),
     }
 
 
-_LIGHTER = {
+LIGHTER_SERVER: Mapping[str, str] = {
     # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor
+from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import callbacks_for
@@ -231,7 +232,10 @@ def _runner_elsewhere() -> TaskRunner[Any] | None:
 
 @contextmanager
 def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
-    with TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool:
+    with (
+        ThreadPoolExecutor(slots.count, "run-trial") as threads,
+        TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool,
+    ):
         if spec.isolation == "process":
             pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
-        yield LocalExecutor(pool, slots.environments)
+        yield LocalExecutor(pool, slots.environments, launch=attempts_on(threads))

@@ -1,0 +1,124 @@
+"""What one more trial costs: the CPU time of Prefect's engine, of its server, of the search and of the trial's process.
+
+    python -m benchmarks.trial_cost [--write] [--rounds 3]
+
+Each figure is a slope: that of a search of 120 trials less that of one of 20, divided by 100, so that what a search
+costs once does not count. The server is running already: with its defaults, and with the settings that a search gives
+the server that it starts for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cpu_group import cpu_group
+from benchmarks.tables import circumstances, table, write
+from benchmarks.throughput import Peer, prefect_server, surroundings
+from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
+
+_FEW, _MANY = 20, 120
+_PATIENCE_SECONDS = 600
+_RECORDED_AFTER_SECONDS = 7.0  # the server stores events every 5 s
+
+
+@dataclass(frozen=True)
+class _Work:
+    name: str
+    script: str
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+_WORKS = (
+    _Work("an empty task of Prefect", "peers_tasks.py"),
+    _Work("a trial of a function, 1 report", "peers_ours.py", ["function"], ["1"]),
+    _Work("a trial of a class, 10 reports, a checkpoint at its end", "peers_ours.py", ["class"], ["10"]),
+)
+_SERVERS: Mapping[str, Mapping[str, str]] = {
+    "its defaults": {},
+    "the settings of a search's own server": LIGHTER_SERVER,
+}
+_COUNTED = ("task_run", "task_run_state", "events", "log")  # tables of the server's database
+_HEAD = (
+    "one more of",
+    "the search's process, CPU ms",
+    "the trial's process",
+    "the server",
+    "in all",
+    "task runs",
+    "their states",
+    "events",
+    "log entries",
+)
+
+
+def _used(server: Peer, work: _Work, count: int, room: Path) -> Sequence[float]:
+    """Return the CPU ms of the search's process, of its children and of the server, then the rows stored."""
+    if server.server is None:
+        raise ValueError("expected a running server")
+    folder, stored = Path(tempfile.mkdtemp(dir=room)), _stored(server)
+    with cpu_group() as group, (folder / "log").open("w+") as log:
+        served = server.server.cpu_seconds()
+        script = str(Path(__file__).with_name(work.script))
+        command = [server.python, script, *work.before, str(count), *work.after, str(folder)]
+        if group.run(command, server.environment, log, timeout_seconds=_PATIENCE_SECONDS):
+            raise RuntimeError((folder / "log").read_text()[-3000:])
+        group.require_empty()
+        time.sleep(_RECORDED_AFTER_SECONDS)
+        own = json.loads((folder / "told.json").read_text())["cpu"]
+        seconds = (own, group.cpu_seconds() - own, server.server.cpu_seconds() - served)
+    rows = [after - before for after, before in zip(_stored(server), stored, strict=True)]
+    return [*(1000 * each for each in seconds), *rows]
+
+
+def _stored(server: Peer) -> Sequence[int]:
+    database = Path(server.environment["PREFECT_HOME"], "prefect.db")
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        return [connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in _COUNTED]  # noqa: S608  fixed names
+
+
+def _cost(server: Peer, work: _Work, rounds: int, room: Path) -> list[str]:
+    """Return the table's row of one more task or trial: the medians of the rounds."""
+    found = []
+    for _ in range(rounds):
+        fewer, more = (_used(server, work, count, room) for count in (_FEW, _MANY))
+        found.append([(b - a) / (_MANY - _FEW) for a, b in zip(fewer, more, strict=True)])
+        print(work.name, [round(each, 1) for each in found[-1]], file=sys.stderr, flush=True)
+    driver, trials, serving, *rows = (statistics.median(column) for column in zip(*found, strict=True))
+    parts = [f"{each:.1f}" for each in (driver, trials, serving, driver + trials + serving)]
+    return [work.name, *parts, *(f"{each:.1f}" for each in rows)]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
+    parser.add_argument("--rounds", type=int, default=3)
+    asked, parts = parser.parse_args(), []
+    for name, settings in _SERVERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            room = Path(folder)
+            environment = surroundings(room / "prefect")
+            with prefect_server(sys.executable, {**environment, **settings}) as server:
+                for work in _WORKS:
+                    _used(server, work, 2, room)  # so that compiled modules are there
+                rows = [_cost(server, work, asked.rounds, room) for work in _WORKS]
+        parts.append(f"**A Prefect server with {name}**\n\n{table(_HEAD, rows)}")
+    parts.append(f"Medians of {asked.rounds}. {circumstances('prefect', 'pydantic')}")
+    text = "\n\n".join(parts)
+    print(text)
+    if asked.write:
+        write("trial_cost", text)
+
+
+if __name__ == "__main__":
+    _main()

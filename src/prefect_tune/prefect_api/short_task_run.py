@@ -1,0 +1,36 @@
+"""Run a task without the state Pending, which costs a Prefect server as much as each of its other two states.
+
+For each state of a task run Prefect's client sends an event, and its server stores the state in a transaction of its
+own. A task that is called, and waits for nothing, is Pending for less than a millisecond.
+
+To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
+`PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+
+from prefect.task_engine import _create_task_run_locally, run_task
+from prefect.utilities.callables import get_call_parameters
+
+if TYPE_CHECKING:
+    from prefect import Task
+
+__all__ = ["run_here"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+    """Run a synchronous task as `task(...)` does, in this thread; its task run begins with the state Running.
+
+    With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
+    """
+    parameters = get_call_parameters(task.fn, args, options)
+    # The public `Task.create_local_run` is asynchronous, and opens a client for each task run.
+    task_run = _create_task_run_locally(task, parameters=parameters)
+    if task_run.tags:
+        return task(*args, **options)
+    return cast("_R", run_task(task, task_run=task_run, parameters=parameters))
