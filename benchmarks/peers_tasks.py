@@ -1,6 +1,6 @@
 """Empty Prefect tasks, two at a time, for `benchmarks.trial_cost`: what Prefect alone costs for each task run.
 
-python benchmarks/peers_tasks.py COUNT ROOM
+python benchmarks/peers_tasks.py submitted|short COUNT ROOM
 """
 
 from __future__ import annotations
@@ -8,32 +8,38 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 
 from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from prefect_tune.prefect_api.short_task_run import run_here
+from prefect_tune.retry_policy import RETRYING
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, refresh_cache=True, task_run_name="empty {number}")
+@task(task_run_name="empty {number}", **RETRYING)
 def empty(number: int) -> int:
     """Return the number."""
     return number
 
 
+@flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
+def submitted(count: int) -> None:
+    """Run the tasks as Prefect's users do."""
+    for future in [empty.submit(number) for number in range(count)]:
+        future.wait()
+
+
 @flow
-def tasks(count: int) -> None:
-    """Run the tasks."""
-    running: deque[PrefectFuture[int]] = deque()
-    for number in range(count):
-        running.append(empty.submit(number))
-        if len(running) > 1:
-            running.popleft().wait()
-    for last in running:
-        last.wait()
+def short(count: int) -> None:
+    """Run the tasks as a search runs its attempts."""
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(copy_context().run, run_here, empty, number) for number in range(count)]:
+            future.result()
 
 
 if __name__ == "__main__":
-    tasks(int(sys.argv[1]))
-    Path(sys.argv[2], "told.json").write_text(json.dumps({"cpu": time.process_time()}))
+    {"submitted": submitted, "short": short}[sys.argv[1]](int(sys.argv[2]))
+    Path(sys.argv[3], "told.json").write_text(json.dumps({"cpu": time.process_time()}))

@@ -39,8 +39,11 @@ class _Work:
     after: Sequence[str] = ()
 
 
-_WORKS = (
-    _Work("an empty task of Prefect", "peers_tasks.py"),
+_TASKS = (
+    _Work("an empty task of Prefect, submitted", "peers_tasks.py", ["submitted"]),
+    _Work("an empty task, as a search runs it: without the state Pending", "peers_tasks.py", ["short"]),
+)
+_TRIALS = (
     _Work("a trial of a function, 1 report", "peers_ours.py", ["function"], ["1"]),
     _Work("a trial of a class, 10 reports, a checkpoint at its end", "peers_ours.py", ["class"], ["10"]),
 )
@@ -50,16 +53,38 @@ _SERVERS: Mapping[str, Mapping[str, str]] = {
 }
 _COUNTED = ("task_run", "task_run_state", "events", "log")  # tables of the server's database
 _HEAD = (
-    "one more of",
-    "the search's process, CPU ms",
+    "CPU ms of one more",
+    "Prefect's engine",
+    "the search",
     "the trial's process",
-    "the server",
+    "the server, for task runs",
+    "the server, for the rest",
     "in all",
     "task runs",
     "their states",
     "events",
     "log entries",
 )
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """CPU ms of one more task or trial, and the rows that the server stores of it."""
+
+    process: float
+    children: float
+    server: float
+    task_runs: float
+    states: float
+    events: float
+    logs: float
+
+    def row(self, name: str, of_a_task: _Cost) -> list[str]:
+        """Return the table's row; Prefect's share is that of its task runs, each as `of_a_task`."""
+        engine, recorder = self.task_runs * of_a_task.process, self.task_runs * of_a_task.server
+        parts = (engine, self.process - engine, self.children, recorder, self.server - recorder)
+        rows = (self.task_runs, self.states, self.events, self.logs)
+        return [name, *(f"{each:.1f}" for each in (*parts, sum(parts), *rows))]
 
 
 def _used(server: Peer, work: _Work, count: int, room: Path) -> Sequence[float]:
@@ -84,19 +109,35 @@ def _used(server: Peer, work: _Work, count: int, room: Path) -> Sequence[float]:
 def _stored(server: Peer) -> Sequence[int]:
     database = Path(server.environment["PREFECT_HOME"], "prefect.db")
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        return [connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in _COUNTED]  # noqa: S608  fixed names
+        return [connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in _COUNTED]
 
 
-def _cost(server: Peer, work: _Work, rounds: int, room: Path) -> list[str]:
-    """Return the table's row of one more task or trial: the medians of the rounds."""
+def _costs(server: Peer, work: _Work, rounds: int, room: Path) -> tuple[_Cost, _Cost]:
+    """Return what one more costs, and what is paid once; medians of the rounds."""
     found = []
     for _ in range(rounds):
         fewer, more = (_used(server, work, count, room) for count in (_FEW, _MANY))
-        found.append([(b - a) / (_MANY - _FEW) for a, b in zip(fewer, more, strict=True)])
-        print(work.name, [round(each, 1) for each in found[-1]], file=sys.stderr, flush=True)
-    driver, trials, serving, *rows = (statistics.median(column) for column in zip(*found, strict=True))
-    parts = [f"{each:.1f}" for each in (driver, trials, serving, driver + trials + serving)]
-    return [work.name, *parts, *(f"{each:.1f}" for each in rows)]
+        each = [(b - a) / (_MANY - _FEW) for a, b in zip(fewer, more, strict=True)]
+        once = [all_of_them - _FEW * one for all_of_them, one in zip(fewer, each, strict=True)]
+        found.append((each, once))
+        print(work.name, [round(one, 1) for one in each], file=sys.stderr, flush=True)
+    each, once = (list(map(statistics.median, zip(*part, strict=True))) for part in zip(*found, strict=True))
+    return _Cost(*each), _Cost(*once)
+
+
+def _section(name: str, server: Peer, rounds: int, room: Path) -> str:
+    for work in (*_TASKS, *_TRIALS):
+        _used(server, work, 2, room)  # so that compiled modules are there
+    tasks, trials = ([_costs(server, work, rounds, room) for work in works] for works in (_TASKS, _TRIALS))
+    rows = [each.row(work.name, each) for work, (each, _) in zip(_TASKS, tasks, strict=True)]
+    rows += [each.row(work.name, tasks[-1][0]) for work, (each, _) in zip(_TRIALS, trials, strict=True)]
+    once = trials[0][1]
+    said = (
+        f"A search of functions costs once: {once.process / 1000:.1f} CPU s in its process, most of it imports, "
+        f"{once.children / 1000:.1f} in the processes that its trials are forked from, "
+        f"{once.server / 1000:.1f} on the server."
+    )
+    return f"**A Prefect server with {name}**\n\n{table(_HEAD, rows)}\n\n{said}"
 
 
 def _main() -> None:
@@ -109,10 +150,7 @@ def _main() -> None:
             room = Path(folder)
             environment = surroundings(room / "prefect")
             with prefect_server(sys.executable, {**environment, **settings}) as server:
-                for work in _WORKS:
-                    _used(server, work, 2, room)  # so that compiled modules are there
-                rows = [_cost(server, work, asked.rounds, room) for work in _WORKS]
-        parts.append(f"**A Prefect server with {name}**\n\n{table(_HEAD, rows)}")
+                parts.append(_section(name, server, asked.rounds, room))
     parts.append(f"Medians of {asked.rounds}. {circumstances('prefect', 'pydantic')}")
     text = "\n\n".join(parts)
     print(text)

@@ -42,7 +42,7 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_worker as module
-from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 
@@ -217,7 +217,7 @@ def ended(cause: Cause, message: str) -> Sequence[Event]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Tasks are called as the functions that they are: no server, and no retries."""
-    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = WeatheredTarget(path=str(tmp_path / "target"))

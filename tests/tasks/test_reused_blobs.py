@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_worker as module
-from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
 from tests.tasks.test_commit_worker import TRIAL, Desk, WeatheredTarget, ended, until
 
@@ -27,7 +27,7 @@ EVERY = 3
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, CommitWorker]]:
     """An attempt with two checkpoints that share a file, which has rotted since."""
-    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = WeatheredTarget(path=str(tmp_path / "target"))
