@@ -3,5 +3,16 @@
 import subprocess
 import sys
 
-for name in ("traffic", "transfer", "memory", "search", "schedulers", "scale", "long_search", "processes", "visible"):
+for name in (
+    "traffic",
+    "transfer",
+    "memory",
+    "search",
+    "schedulers",
+    "scale",
+    "long_search",
+    "processes",
+    "visible",
+    "trial_cost",
+):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--write"], check=True)

@@ -173,7 +173,7 @@ def _running(group: CpuGroup, command: Sequence[str], environment: Mapping[str, 
 
 
 def _wait_for(port: int) -> None:
-    until = time.monotonic() + 180
+    until = time.monotonic() + 900  # the first start on a busy machine runs every migration
     while time.monotonic() < until:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
