@@ -133,7 +133,7 @@ def attempts_on(threads: Executor) -> Launch:
 
     def launch(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
         task, context = attempt_of(plan), copy_context()
-        return threads.submit(context.run, _call, task, plan, request, link, ended)
+        return threads.submit(lambda: context.run(_call, task, plan, request, link, ended))
 
     return launch
 
