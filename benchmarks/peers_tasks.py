@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from pathlib import Path
 
 from prefect import flow, task
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.futures import PrefectFuture
 
 from prefect_tune.prefect_api.short_task_run import run_here
 from prefect_tune.retry_policy import RETRYING
@@ -25,19 +26,28 @@ def empty(number: int) -> int:
     return number
 
 
-@flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
+@flow
 def submitted(count: int) -> None:
     """Run the tasks as Prefect's users do."""
-    for future in [empty.submit(number) for number in range(count)]:
-        future.wait()
+    running: deque[PrefectFuture[int]] = deque()
+    for number in range(count):
+        running.append(empty.submit(number))
+        if len(running) > 1:
+            running.popleft().wait()
+    for last in running:
+        last.wait()
 
 
 @flow
 def short(count: int) -> None:
     """Run the tasks as a search runs its attempts."""
     with ThreadPoolExecutor(2) as threads:
-        for future in [threads.submit(copy_context().run, run_here, empty, number) for number in range(count)]:
+        for future in [threads.submit(_run_in, copy_context(), number) for number in range(count)]:
             future.result()
+
+
+def _run_in(context: Context, number: int) -> int:
+    return context.run(lambda: run_here(empty, number))
 
 
 if __name__ == "__main__":
