@@ -40,11 +40,11 @@ from prefect_tune.core.experiment.retention import retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import (
     SavedCheckpoint,
     delete_checkpoint,

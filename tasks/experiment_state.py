@@ -28,10 +28,10 @@ from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_orphans import adopt
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.task_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 
 __all__ = [
     "Opening",

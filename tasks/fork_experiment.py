@@ -28,10 +28,10 @@ from prefect_tune.core.operations.fork import Fork, Past, begin_fork, deleted_si
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.task_retries import RETRYING
 
 __all__ = ["ForkRequest", "fork_experiment"]
 

@@ -33,7 +33,6 @@ from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.retry_policy import RETRYING, retrying_refusals, skip_prefect_introspection
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
@@ -42,6 +41,7 @@ from prefect_tune.supervisor.process_channel import Log, trial_in_place
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
+from prefect_tune.task_retries import RETRYING, retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker

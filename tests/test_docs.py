@@ -16,9 +16,10 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import loggers
+from prefect_tune.built_in import BUILT_IN
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
@@ -73,7 +74,7 @@ TESTED = {
     RESUME: {"python"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
-every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in pt.BUILT_IN["scheduler"]])
+every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",

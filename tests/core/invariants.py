@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Committed, Opened, Quarantined, Retired
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint

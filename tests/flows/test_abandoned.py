@@ -87,7 +87,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
         return real(target, **options)
 
     monkeypatch.setattr(LocalTarget, "open", away_once)
-    monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", lambda _: None)
+    monkeypatch.setattr("prefect_tune.task_retries.time.sleep", lambda _: None)
     state = Acted(local_target, samples=1).run()
     assert state.trial("00000").status is Status.FINISHED
 

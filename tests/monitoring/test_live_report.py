@@ -33,13 +33,14 @@ from tests.trainables.digits_table import DigitsTable
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")
 PATIENCE = timedelta(seconds=20)
+OFTEN = timedelta(seconds=0.05)
 
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that follow each other as fast as they can."""
     monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
-    monkeypatch.setattr(artifact_publisher, "REFRESH_PERIOD", timedelta(seconds=0.05))
+    monkeypatch.setattr(live_report, "REFRESH_PERIOD", OFTEN)
     monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
 
 
@@ -168,7 +169,7 @@ def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactC
 @pytest.mark.usefixtures("often")
 def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
     said = ["first"]
-    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), OFTEN, LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         shown.stir()
         until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
@@ -186,7 +187,7 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
 
 def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
     proxy.swallow()
-    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), LOG)
+    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), OFTEN, LOG)
     began = time.monotonic()
     shown.close(timedelta(seconds=0.5))
     assert time.monotonic() - began < 5
@@ -194,7 +195,7 @@ def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
 
 def test_what_is_short_is_shown_once_in_the_end() -> None:
     numbers = count(1)
-    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
+    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), OFTEN, LOG)
     shown.stir()
     shown.close(PATIENCE)
     assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
@@ -202,7 +203,7 @@ def test_what_is_short_is_shown_once_in_the_end() -> None:
 
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:
-    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), LOG)
+    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), OFTEN, LOG)
     shown.stir()
     shown.leave()
     shown.close(PATIENCE)
@@ -212,7 +213,7 @@ def test_what_is_somebody_elses_now_is_left_alone() -> None:
 @pytest.mark.usefixtures("often")
 def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
     said = ["first"]
-    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), OFTEN, LOG)
     shown.stir()
     until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
@@ -233,7 +234,7 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
             raise ZeroDivisionError
         return str(found)
 
-    shown = ArtifactPublisher(sheets("report-broken", draws), LOG)
+    shown = ArtifactPublisher(sheets("report-broken", draws), OFTEN, LOG)
     shown.stir()
     until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
     shown.stir()

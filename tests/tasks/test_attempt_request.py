@@ -54,7 +54,7 @@ from prefect_tune.tasks.run_trial import AttemptResult
 
 module = importlib.import_module("prefect_tune.tasks.run_trial")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
-transient = importlib.import_module("prefect_tune.retry_policy")
+transient = importlib.import_module("prefect_tune.task_retries")
 
 TRIAL, SOURCE = "00000", "00001"
 EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")

@@ -15,7 +15,6 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Adopted,
     AttemptEnded,
@@ -28,6 +27,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, Trial

@@ -1,7 +1,7 @@
 """The automations of this package, as values: the trigger and the actions of each.
 
 Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
-others are alerts on this package's events (`prefect_tune.core.notifications.lifecycle_events`); the user gives their
+others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`); the user gives their
 actions at installation.
 """
 
@@ -15,7 +15,7 @@ from prefect.automations import ChangeFlowRunState, EventTrigger, Posture
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes
 
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
     CheckpointCorruptFound,

@@ -15,17 +15,17 @@ from typing import Protocol
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Reported, Started
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.supervisor.search_link import EntryWritten, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import experiment_id
 
 __all__ = ["AttemptLauncher", "RemoteExecutor"]

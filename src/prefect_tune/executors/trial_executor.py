@@ -16,10 +16,10 @@ from prefect import Task
 from prefect.futures import PrefectFuture
 
 from prefect_tune.core.messages.process_messages import GoOn, Leave
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
 __all__ = [

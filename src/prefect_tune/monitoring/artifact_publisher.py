@@ -22,11 +22,9 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.supervisor.process_output import Log
 
-__all__ = ["REFRESH_PERIOD", "ArtifactContent", "ArtifactPublisher", "artifact_key"]
+__all__ = ["ArtifactContent", "ArtifactPublisher", "artifact_key"]
 
 _FIRST = timedelta(seconds=2)
-REFRESH_PERIOD = timedelta(seconds=15)
-"""The shortest pause between two updates of a report that changes."""
 _LONGEST_PERIOD = timedelta(minutes=10)
 _SHARE = 50
 """The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
@@ -46,15 +44,16 @@ class ArtifactContent:
 
 
 class ArtifactPublisher:
-    """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
+    """Publishes the result of `render` after 2 s, then at most once in each `period`, and once at the end. Best effort.
 
     Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
     each time.
     While the API is unreachable nothing is published and nothing fails; the next round tries again.
     """
 
-    def __init__(self, render: Callable[[], Sequence[ArtifactContent]], log: Log) -> None:
+    def __init__(self, render: Callable[[], Sequence[ArtifactContent]], period: timedelta, log: Log) -> None:
         self._render = render
+        self._period = period
         self._log = log
         self._flow_run = flow_run.id
         self._made: dict[str, UUID] = {}
@@ -97,7 +96,7 @@ class ArtifactPublisher:
             began = time.monotonic()
             is_shown = self._round()
             cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
-            pause = max(REFRESH_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
+            pause = max(self._period, min(_LONGEST_PERIOD, cost * _SHARE))
         if not self._is_left:
             self._round()
 

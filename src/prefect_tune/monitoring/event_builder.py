@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     CheckpointCommitted,
     ExperimentFinished,

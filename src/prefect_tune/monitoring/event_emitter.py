@@ -2,7 +2,7 @@
 
 Delivery is best effort, since the journal is the truth: if the Prefect API is unavailable for long, or a process dies,
 some events are never emitted. The run that owns the experiment emits each event once, and none for entries journaled
-before it began. `prefect_tune.core.notifications.lifecycle_events` defines the events.
+before it began. `prefect_tune.core.notifications.prefect_events` defines the events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     ExperimentFailed,
     ExperimentSuperseded,
     LifecycleEvent,

@@ -1,7 +1,4 @@
-"""Report and progress of a running experiment, published as Prefect artifacts while it runs.
-
-How often: `REFRESH_PERIOD` in `artifact_publisher.py`.
-"""
+"""Report and progress of a running experiment, published as Prefect artifacts while it runs."""
 
 from __future__ import annotations
 
@@ -25,12 +22,14 @@ from prefect_tune.reporting.history import ExperimentHistory, HistoryView, histo
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import report_input_of
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.task_retries import with_retries
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
+REFRESH_PERIOD = timedelta(seconds=15)
+"""The shortest pause between two updates of a report that changes."""
 _TIMEOUT = timedelta(minutes=5)
 _PATIENCE = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
@@ -57,7 +56,7 @@ class Reporter:
         if experiment.trials or experiment.extensions:
             self._early = []  # until the entries of earlier runs are read
         self._followed: dict[str, ArtifactContent] = {}
-        self._publisher = ArtifactPublisher(self._artifacts, log)
+        self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)

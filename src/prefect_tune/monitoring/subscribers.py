@@ -21,10 +21,10 @@ from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
 from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.progress import progress
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 

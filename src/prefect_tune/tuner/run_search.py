@@ -46,7 +46,6 @@ from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.results.results import Results
-from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -56,6 +55,7 @@ from prefect_tune.suspension.answers import unjournaled
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, say_what_is_resumable
+from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -68,7 +68,6 @@ from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_nam
 __all__ = ["begun", "searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
-_LOOK_FOR_REQUESTS = timedelta(seconds=5)
 
 
 def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
@@ -107,9 +106,9 @@ def _searched(turn: Turn) -> Results:
             # Another run may have added samples between the reading and the opening.
             asks = policy if now.num_samples == plan.num_samples else _policy(now)
             _learn(asks, journal_writer)
-            log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, spec.sync.sync_period))
+            log = get_run_logger()
             with (
-                StopRequestPoller(plan.target, name, len(state.heard), look_every, stop) as stop_requests,
+                StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, stop, log) as listener,
             ):
                 driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)

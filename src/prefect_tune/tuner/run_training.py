@@ -32,7 +32,6 @@ from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.training_request import storable_config
-from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -42,6 +41,7 @@ from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
+from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.terminal.progress_state import SearchEstimate

@@ -8,7 +8,6 @@ from typing import TypeVar, assert_never
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Adopted,
@@ -33,6 +32,7 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.snapshot_levels import boundaries, is_boundary
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import (

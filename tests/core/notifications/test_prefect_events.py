@@ -30,7 +30,7 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     LifecycleEvent,
     TrialLifecycleEvent,
     few,
