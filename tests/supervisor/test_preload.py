@@ -176,7 +176,8 @@ REASONS = {
         import sys, types
         sys.modules["torch"] = torch = types.ModuleType("torch")
         torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: None)
-        torch.manual_seed, torch.initial_seed = lambda seed: None, lambda: 67280421310721
+        torch.manual_seed = torch.set_rng_state = lambda state: None
+        torch.initial_seed = torch.get_rng_state = lambda: 67280421310721
     """,
     "its import installed handlers of signals: SIGUSR1": """
         import signal

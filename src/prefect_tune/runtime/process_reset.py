@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import locale
 import logging
+import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -23,6 +26,25 @@ from typing import Any, Self
 from prefect_tune.core.messages.process_messages import Surroundings
 from prefect_tune.runtime.linux import children_of
 
+# Libraries read these variables once: when they are imported, or when they first compute.
+READ_ONCE = (
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HABANA_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "HIP_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VISIBLE_CORES",
+    "OMP_NUM_THREADS",
+    "ONEAPI_DEVICE_SELECTOR",
+    "OPENBLAS_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 _TORCH_SEED = 67280421310721  # torch's default seed
 _BLOCK = 624  # numbers of 32 bits for each key of a Mersenne twister
 _BLOCKS = 4000  # keys; an import that draws more than 2,496,000 numbers is taken for one that seeds
@@ -121,7 +143,8 @@ def _numpy_seeded_with(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        with suppress(ValueError):  # the import has removed it
+            sys.meta_path.remove(finder)
 
 
 class _SeedingFinder(MetaPathFinder):
@@ -157,9 +180,9 @@ def _seeded_generators(probe: int) -> Iterator[tuple[Callable[[Any], object], ob
         if not _was_drawn(tuple(found[1]), lambda: tuple(like.get_state()[1]), lambda: like.bytes(4 * _BLOCK)):
             yield of_numpy.set_state, found
     torch = sys.modules.get("torch")
-    if torch is not None and (seed := torch.initial_seed()) != _TORCH_SEED:
-        yield torch.manual_seed, seed  # of GPUs too
-        yield torch.set_rng_state, torch.get_rng_state()
+    if torch is not None:
+        yield torch.manual_seed, torch.initial_seed()  # of GPUs too
+        yield torch.set_rng_state, torch.get_rng_state()  # with a seed that is always the same, draws count too
 
 
 def _was_drawn(key: object, of_probe: Callable[[], object], skip: Callable[[], object]) -> bool:
@@ -187,6 +210,7 @@ class ProcessState:
     """The streams and the root log's handlers, to which what a trial prints and logs goes."""
     files: frozenset[tuple[str, str]]
     """Open files and sockets, each with its descriptor; a GPU driver's own are needed by the next trial too."""
+    settings: tuple[object, ...]
 
     @classmethod
     def now(cls) -> Self:
@@ -195,17 +219,51 @@ class ProcessState:
             handlers={int(number): signal.getsignal(number) for number in signal.valid_signals()},
             outputs=(sys.stdout, sys.stderr, *logging.getLogger().handlers),
             files=frozenset(_open_files()),
+            settings=_settings(),
         )
 
     def is_restored(self) -> bool:
-        """Whether no thread, process, open file, signal handler, stream or log handler was added since."""
+        """Whether no thread, process, open file, signal handler, stream or log handler was added, no setting changed."""
         now = ProcessState.now()
         if now.threads - self.threads or now.files - self.files:
             return False
-        if (now.handlers, now.outputs) != (self.handlers, self.outputs):
+        if (now.handlers, now.outputs, now.settings) != (self.handlers, self.outputs, self.settings):
             return False
-        me, subreaper = os.getpid(), os.getppid()
-        return children_of(me, subreaper) == {me}  # the subreaper adopts those whose parent has exited
+        return not processes_left()
+
+
+def processes_left() -> set[int]:
+    """Return the children of this process, and those of its subreaper, which adopts children whose parent has exited."""
+    return children_of(os.getpid(), os.getppid()) - {os.getpid()}
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what holds for a whole process, and would hold for the next trial too."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return (
+        mask,
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        [resource.getrlimit(getattr(resource, each)) for each in dir(resource) if each.startswith("RLIMIT_")],
+        locale.setlocale(locale.LC_ALL),
+        multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        {name: os.environ.get(name) for name in READ_ONCE},
+        _torch_settings(sys.modules.get("torch")),
+    )
+
+
+def _torch_settings(torch: ModuleType | None) -> tuple[object, ...]:
+    """Return settings that decide what PyTorch computes; its defaults if it is not imported."""
+    if torch is None:
+        return "torch.float32", True, False, "highest", False
+    return (
+        str(torch.get_default_dtype()),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.distributed.is_available() and torch.distributed.is_initialized(),
+    )
 
 
 def _open_files() -> Iterator[tuple[str, str]]:

@@ -161,8 +161,10 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
                 settle_in(message)
             case Preload():
                 prepend_import_path(message.import_path)
-                with suppress(BaseException), noting_import():  # the trial's own import raises it again
+                with suppress(BaseException), noting_import(), forks_end():  # the trial's own import raises it again
                     load_trainable(message.trainable)
+                flush_output()
+                connection.send_imported()
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
 
@@ -218,7 +220,7 @@ class _Attempts:
             claim_process(start.trial)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
-        before = ProcessState.now()
+        before = ProcessState.now() if start.kept != "never" else None
         try:
             session.ask_first()
             ended = self._train(session, trainable, start)
@@ -226,12 +228,12 @@ class _Attempts:
             ended = over.ended(waits=self._kept is not None)
         has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
         is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
-        if is_kept and not ended.interrupted and not ended.waits and before.is_restored():
+        if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
             return ended.model_copy(update={"waits": True})
         return ended
 
     def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
-        with _forks_end():
+        with forks_end():
             if isinstance(trainable, type):
                 return self._run_class(session, _set_up(trainable, start), start)
             if isinstance(trainable, _SetUp):
@@ -239,7 +241,7 @@ class _Attempts:
         function = cast("TrainFunction", trainable)
         session.loaded(_code(function))
         session.begin()
-        with _forks_end():
+        with forks_end():
             returned = function(dict(start.config))
         return session.finish(returned)
 
@@ -250,7 +252,7 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            with _forks_end():  # a forked child must not run `cleanup`
+            with forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
             if start.waits and not over.interrupted and ready.can_become_another():
@@ -261,15 +263,22 @@ class _Attempts:
                 trainable.cleanup()
 
 
+_prepended: tuple[str, ...] = ()
+
+
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`."""
-    sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
+    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
+    if tuple(import_path) != _prepended:
+        _prepended = tuple(import_path)
+        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
     try:
-        trainable = kept or _loaded(start)
+        with forks_end():
+            trainable = kept or _loaded(start)
         stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
@@ -298,8 +307,8 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 
 @contextmanager
-def _forks_end() -> Iterator[None]:
-    """Exit a forked child that returns from the trainable, so that it does not send the trial's end."""
+def forks_end() -> Iterator[None]:
+    """Exit a forked child that returns from the trainable or its import, so that it does not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -351,11 +360,12 @@ def _code(trainable: type | TrainFunction) -> str:
 
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
-    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {_text_of(error)}"
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
     return Broke(cause=cause, message=message, traceback=traceback.format_exc())
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also if its `__str__` raises."""
     try:
         return str(error)
     except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway

@@ -15,6 +15,7 @@ from prefect_tune.core.texts import Message, PathName
 __all__ = [
     "FORK",
     "IMPORT",
+    "IMPORTED",
     "READY",
     "Broke",
     "CheckpointSaved",
@@ -49,9 +50,13 @@ class Surroundings(Value):
 
 
 FORK, IMPORT = b"fork", b"import"
-"""What a fork server is asked for: a trial's process, or a template."""
+"""Requests to a fork server: for a trial's process, or for a template."""
 READY = "ready"
-"""What a template says when it has imported the trainable, and can be forked; else it says why it cannot."""
+"""A template's answer when it has imported the trainable and can be forked; any other text is the reason why not."""
+
+
+IMPORTED = b"imported"
+"""The answer to a `Preload`, whether the import succeeded or failed."""
 
 
 class Preload(Value):
