@@ -168,7 +168,11 @@ def _is_passed_on(subreapers: Collection[socket.socket], request: _ForkRequest) 
 
 def _new_subreaper(subreapers: dict[int, socket.socket], request: _ForkRequest) -> socket.socket | None:
     """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
-    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:  # such as too many open files: trials that run must not end for that
+        _say(request.status, f"failed {error.errno}")
+        return None
     if (subreaper := _fork(request)) == 0:
         ours.close()
         return theirs

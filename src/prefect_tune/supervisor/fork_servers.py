@@ -61,8 +61,9 @@ class Template:
     Whatever the import starts ends with it; if it cannot be forked safely, it ends before `is_ready` returns True.
     """
 
-    def __init__(self, forks: ForkServer, kind: TrialKind, log: Log) -> None:
-        self._pending, control = forks.import_first(kind.trainable, kind.import_path, kind.whole_environment)
+    def __init__(self, server: ForkServer, kind: TrialKind, log: Log) -> None:
+        self.server = server
+        self._pending, control = server.import_first(kind.trainable, kind.import_path, kind.whole_environment)
         self._control = control
         self._process: ForkedProcess | None = None
         self._output = TrialOutput(log)
@@ -76,6 +77,11 @@ class Template:
     def is_ready(self, patience: timedelta) -> bool:
         """Wait up to `patience`; return whether the import is over, however it ended."""
         return self._ready.wait(patience.total_seconds())
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether its fork server has answered. Valid when it is ready."""
+        return self._process is not None
 
     def fork(self) -> PendingFork:
         """Request a trial's process. Call it when the template is ready and `why_not` is empty."""
@@ -175,16 +181,20 @@ class ForkServers:
                 return self.plain(kind)
         if not forks.why_not:
             return forks
-        self._note(kind, forks, log)
+        if forks.was_forked:
+            self._note(kind, forks, log)
+        else:  # its fork server is gone: a template of a new one may do better
+            self.lose(forks)
+            self.lose(forks.server)
         return self.plain(kind)
 
     def running(self, kind: TrialKind) -> Forks | None:
         """Return what trials of this kind are forked from if it runs and is ready, else None."""
         with self._guard:
+            if not self._has_templates or kind in self._unfit:
+                return self._running.get(frozenset(kind.read_at_start.items()))
             own = self._running.get(kind)
-            if isinstance(own, Template):
-                return own if own.is_ready(timedelta(0)) and not own.why_not else None
-            return self._running.get(frozenset(kind.read_at_start.items()))
+            return own if isinstance(own, Template) and own.is_ready(timedelta(0)) and not own.why_not else None
 
     def plain(self, kind: TrialKind) -> ForkServer:
         """Return the fork server that has imported no trainable; start it if it does not run."""
