@@ -209,7 +209,9 @@ def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
 # ------------------------------------------------------------------------------------------------ the subreaper
 
 
-def _subreaper_main(pool: socket.socket, first: _ForkRequest, alive: Collection[int], before: _Handlers) -> _Life | None:
+def _subreaper_main(
+    pool: socket.socket, first: _ForkRequest, alive: Collection[int], before: _Handlers
+) -> _Life | None:
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     keep_only(pool.fileno(), *first.descriptors, *alive)

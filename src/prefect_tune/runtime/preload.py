@@ -38,6 +38,8 @@ __all__ = ["import_before_forking"]
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
+# Caches in the temporary directory, which libraries write so that processes may share them.
+_SHARED_CACHES = ("matplotlib-", "torchinductor_")
 _PROBE = timedelta(seconds=10)
 _LOOK_AGAIN = timedelta(seconds=0.002)
 
@@ -101,7 +103,7 @@ def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
         return f"its import started processes that still run: {', '.join(map(str, sorted(processes)))}"
     if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
         return f"its import left open: {', '.join(left)}"
-    if made := sorted(each.name for each in temporary.iterdir()):
+    if made := sorted(each.name for each in temporary.iterdir() if not each.name.startswith(_SHARED_CACHES)):
         return f"its import made temporary files, which forks would share: {', '.join(made)}"
     if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
         return "its import set a timer"
@@ -127,8 +129,10 @@ def _a_fork_ends() -> bool:
 def _threads() -> list[str]:
     """Return the names of the other threads: Python's, and those of libraries."""
     ours = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    own = _thread_name(Path("/proc/self"))  # which a library's thread has too, unless the library names it
     names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
-    return ours or [each for each in names if each and each not in _FORK_SAFE_THREADS]
+    others = [each for each in names if each and each not in _FORK_SAFE_THREADS]
+    return ours or sorted({f"a library's {each}" if each != own else "a library's" for each in others})
 
 
 def _thread_name(task: Path) -> str:

@@ -45,7 +45,8 @@ READ_ONCE = (
     "TPU_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-_TORCH_SEED = 67280421310721  # torch's default seed
+# Modules with a global generator, and their functions that seed it. Unseeded, it draws other numbers in each process.
+_SEEDED_BY = {"numpy.random": "seed", "torch": "manual_seed"}
 _BLOCK = 624  # numbers of 32 bits for each key of a Mersenne twister
 _BLOCKS = 4000  # keys; an import that draws more than 2,496,000 numbers is taken for one that seeds
 
@@ -78,7 +79,7 @@ def _forget_what_was_drawn() -> None:
     if (of_numpy := sys.modules.get("numpy.random")) is not None:  # which `import numpy` alone does not import
         of_numpy.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(_TORCH_SEED)
+        torch.seed()  # as a new process does
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def noting_import() -> Iterator[None]:
     global _imported  # noqa: PLW0603 - of the process, as what it describes
     environment, directory, probe = dict(os.environb), _directory(), int.from_bytes(os.urandom(4), "little")
     random.seed(probe)
-    with _numpy_seeded_with(probe):
+    with _libraries_seeded_with(probe):
         yield
     now = dict(os.environb)
     _imported = _Imported(
@@ -134,11 +135,11 @@ def has_noted_import() -> bool:
 
 
 @contextmanager
-def _numpy_seeded_with(seed: int) -> Iterator[None]:
-    """Seed NumPy's global generator, now or as soon as the block imports it; the block must not import it earlier."""
+def _libraries_seeded_with(seed: int) -> Iterator[None]:
+    """Seed the libraries' generators now, or as soon as the block imports them; this function imports none."""
     finder = _SeedingFinder(seed)
-    if (of_numpy := sys.modules.get("numpy.random")) is not None:
-        of_numpy.seed(seed)
+    for name in _SEEDED_BY.keys() & sys.modules.keys():
+        getattr(sys.modules[name], _SEEDED_BY[name])(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -148,13 +149,13 @@ def _numpy_seeded_with(seed: int) -> Iterator[None]:
 
 
 class _SeedingFinder(MetaPathFinder):
-    """Finds `numpy.random` as the other finders do, and seeds its generator after its import."""
+    """Finds the modules of `_SEEDED_BY` as the other finders do, and seeds their generators after their import."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "numpy.random":
+        if name not in _SEEDED_BY:
             return None
         others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((each for each in others if each is not None), None)
@@ -163,7 +164,7 @@ class _SeedingFinder(MetaPathFinder):
 
             def run_and_seed(module: ModuleType) -> None:
                 run(module)
-                module.seed(self._seed)
+                getattr(module, _SEEDED_BY[name])(self._seed)
 
             spec.loader.exec_module = run_and_seed  # type: ignore[method-assign]  # as lazy loaders do
         return spec
@@ -180,9 +181,9 @@ def _seeded_generators(probe: int) -> Iterator[tuple[Callable[[Any], object], ob
         if not _was_drawn(tuple(found[1]), lambda: tuple(like.get_state()[1]), lambda: like.bytes(4 * _BLOCK)):
             yield of_numpy.set_state, found
     torch = sys.modules.get("torch")
-    if torch is not None:
-        yield torch.manual_seed, torch.initial_seed()  # of GPUs too
-        yield torch.set_rng_state, torch.get_rng_state()  # with a seed that is always the same, draws count too
+    if torch is not None and (seed := torch.initial_seed()) != probe:
+        yield torch.manual_seed, seed  # of GPUs too
+        yield torch.set_rng_state, torch.get_rng_state()
 
 
 def _was_drawn(key: object, of_probe: Callable[[], object], skip: Callable[[], object]) -> bool:
@@ -223,7 +224,7 @@ class ProcessState:
         )
 
     def is_restored(self) -> bool:
-        """Whether no thread, process, open file, signal handler, stream or log handler was added, no setting changed."""
+        """Whether no thread, process, file, signal handler, stream or log handler was added, and no setting changed."""
         now = ProcessState.now()
         if now.threads - self.threads or now.files - self.files:
             return False
@@ -233,7 +234,7 @@ class ProcessState:
 
 
 def processes_left() -> set[int]:
-    """Return the children of this process, and those of its subreaper, which adopts children whose parent has exited."""
+    """Return the children of this process, and of its subreaper, which adopts those whose parent has exited."""
     return children_of(os.getpid(), os.getppid()) - {os.getpid()}
 
 
