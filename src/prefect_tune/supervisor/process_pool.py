@@ -334,7 +334,7 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace()
             return None
-        if self._is_on_trial and isinstance(message, Broke):
+        if self._is_on_trial and isinstance(message, Broke) and self._request.start.kept != "never":
             self._replace(f"failed before its first report ({message.message})")
             return None
         self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
