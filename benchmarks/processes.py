@@ -26,8 +26,8 @@ from pathlib import Path
 
 from benchmarks.tables import circumstances, table, write
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
-from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
-from tests.fakes.trial_processes import start_of
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from tests.fakes.trial_processes import start_of, supervised_process
 
 FEW = 5
 _LOG = logging.getLogger("benchmarks.processes")

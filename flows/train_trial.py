@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.core.events.experiment_events import Cause
@@ -13,6 +14,7 @@ from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of
 from prefect_tune.executors.trial_parameters import TrialParameters, request_from
 from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.tasks import attempt_supervisor as outcomes
 
 __all__ = ["train_trial"]
@@ -28,9 +30,11 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
         attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()
-    link = StoreLink(plan.target, plan.trial, attempt)
     request = request_from(orders)
-    found = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
+    with TrialProcessPool(slots=0) as pool:
+        pool.prepare(plan.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
+        link = StoreLink(plan.target, plan.trial, attempt).trained_in(pool)
+        found = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
             return Cancelled(message=message)

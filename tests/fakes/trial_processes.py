@@ -19,7 +19,9 @@ import pytest
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
-from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel
+from prefect_tune.supervisor.process_output import Log
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
@@ -48,6 +50,13 @@ def start_of(
         "overlap": False,
     }
     return Start(**(whole | fields))
+
+
+@contextmanager
+def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train in a process that serves no other trial and ends with the block."""
+    with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
+        yield channel
 
 
 def heard(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:

@@ -27,8 +27,17 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
-from tests.fakes.trial_processes import Family, Hearing, family, log_to, metrics_of, start_of, until
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from tests.fakes.trial_processes import (
+    Family,
+    Hearing,
+    family,
+    log_to,
+    metrics_of,
+    start_of,
+    supervised_process,
+    until,
+)
 from tests.trainables import parallel
 from tests.trainables.witness import told
 

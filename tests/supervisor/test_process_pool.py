@@ -167,7 +167,7 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        pool.prepare()
+        pool.prepare("tests.trainables.forked:looks_around", LOG)
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
         found_in(pool, tmp_path)
 
@@ -179,7 +179,7 @@ def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_su
         assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(pool, tmp_path)["hash"]
         assert server in ours.pids("tune-forkserver")
         assert found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
-        assert len(ours.pids("tune-forkserver")) == 2
+        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "two; a fork has their name for a moment")
         found_in(pool, tmp_path, {"PYTHONHASHSEED": "8"})
         until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "the end of the one not used for longest")
 

@@ -92,7 +92,7 @@ class RemoteExecutor:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        link = StoreLink(self._target, plan.trial, attempt)
+        link = StoreLink(self._target, plan.trial, attempt, search_epoch=request.search_epoch, reuse=plan.reuse)
         wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
         self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()

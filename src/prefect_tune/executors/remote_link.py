@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from datetime import timedelta
 
@@ -20,8 +20,10 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import supervised_process
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import Answer
+from prefect_tune.supervisor.trial_spec import Reuse
+from prefect_tune.supervisor.worker_pools import worker_pool
 
 __all__ = ["StoreLink"]
 
@@ -40,17 +42,21 @@ class StoreLink:
 
     reads_journal = True
 
-    def __init__(self, target: StorageTarget, trial: TrialKey, attempt: int) -> None:
+    def __init__(
+        self, target: StorageTarget, trial: TrialKey, attempt: int, *, search_epoch: int = 0, reuse: Reuse = "never"
+    ) -> None:
+        """Args: search_epoch, reuse: of the run of the search, whose attempts in one process share a pool."""
         self._target = target
         self._trial = trial
         self._attempt = attempt
+        self._shares: tuple[int, Reuse] = search_epoch, reuse
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int]:
-        return self._target, self._trial, self._attempt
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]:
+        return self._target, self._trial, self._attempt, self._shares
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int]) -> None:
-        self._target, self._trial, self._attempt = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]) -> None:
+        self._target, self._trial, self._attempt, self._shares = state
         self._open()
 
     def _open(self) -> None:
@@ -60,19 +66,37 @@ class StoreLink:
         self._closed = threading.Event()
         self._was_told = False
         self._warned = ""
+        self._pool: TrialProcessPool | None = None
+        self._guard = threading.Lock()
+        self._early: list[Answer] = []
+        self._tell: Callable[[Answer], None] | None = None
+        self._watching: threading.Thread | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
         self.stop = stop
         return self
 
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        return supervised_process(start, log, environment)
+    def trained_in(self, pool: TrialProcessPool) -> StoreLink:
+        """Train in a process of this pool, instead of the pool that attempts in this process share."""
+        self._pool = pool
+        return self
+
+    @contextmanager
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
+        self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
+        epoch, reuse = self._shares
+        search = self._target.uri, self._trial.experiment, epoch
+        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, reuse)
+        with own as pool, pool.process(start, log, environment, self.stop) as channel:
+            yield channel
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
-        """Start a thread that polls the target for answers."""
-        watch = (self._watch, tell)
-        threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
+        with self._guard:
+            self._tell = tell
+            for answer in self._early:
+                tell(answer)
+        self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
         if asks:
@@ -91,17 +115,31 @@ class StoreLink:
         self._closed.set()
         self._asks.set()
 
-    def _watch(self, tell: Callable[[Answer], None]) -> None:
+    def _begin_to_watch(self) -> None:
+        """Start the thread that polls the target for answers."""
+        if self._watching is None:
+            run = copy_context().run
+            self._watching = threading.Thread(target=run, args=(self._watch,), name="answers", daemon=True)
+            self._watching.start()
+
+    def _deliver(self, answer: Answer) -> None:
+        with self._guard:
+            if self._tell is None:
+                self._early.append(answer)
+            else:
+                self._tell(answer)
+
+    def _watch(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._closed.is_set():
             self._asks.wait(_UNASKED_SECONDS)
-            if self._look(tell):
+            if self._look():
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._asked is not None:
                 self._closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _look(self, tell: Callable[[Answer], None]) -> bool:
+    def _look(self) -> bool:
         """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
 
         An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
@@ -109,7 +147,7 @@ class StoreLink:
         """
         try:
             with self._target.open(timeout=_REQUEST) as store:
-                self._look_for_unasked(store, tell)
+                self._look_for_unasked(store)
                 step = self._asked
                 found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
         except StoreUnavailable:
@@ -125,7 +163,7 @@ class StoreLink:
             return False
         self._asked = None
         self._asks.clear()
-        tell(found)
+        self._deliver(found)
         return True
 
     def _warn(self, error: TuneError) -> None:
@@ -134,7 +172,7 @@ class StoreLink:
             log = logging.getLogger("prefect_tune")
             log.warning("trial %s cannot read its answers on the target: %s", self._trial.trial, why)
 
-    def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
+    def _look_for_unasked(self, store: ObjectStore) -> None:
         if self.stop.is_set() or self._was_told:
             return
         match read_answer(store, self._trial, self._attempt, UNASKED):
@@ -144,4 +182,4 @@ class StoreLink:
                 self.stop.set()
             case answer:
                 self._was_told = True
-                tell(answer)
+                self._deliver(answer)

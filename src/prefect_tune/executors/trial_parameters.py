@@ -15,7 +15,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.models import Value
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.supervisor.trial_spec import AttemptRequest, Reuse, TrialSpec
 
 __all__ = ["TrialParameters", "request_as_parameters", "request_from"]
 
@@ -42,6 +42,7 @@ class TrialParameters(Value):
     silence_timeout_seconds: float | None
     tags: tuple[str, ...] = ()
     concurrency_limits: tuple[str, ...] = ()
+    reuse: Reuse = "auto"
 
     @classmethod
     def of(cls, plan: TrialSpec) -> TrialParameters:
@@ -70,6 +71,7 @@ class TrialParameters(Value):
             silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
             tags=plan.tags,
             concurrency_limits=plan.concurrency_limits,
+            reuse=plan.reuse,
         )
 
     def plan(self) -> TrialSpec:
@@ -89,6 +91,7 @@ class TrialParameters(Value):
             silence=None if silence is None else timedelta(seconds=silence),
             tags=self.tags,
             concurrency_limits=self.concurrency_limits,
+            reuse=self.reuse,
             apart=True,
         )
 

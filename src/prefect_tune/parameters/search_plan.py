@@ -34,7 +34,7 @@ from prefect_tune.parameters.training_request import (
     valid_trainable,
 )
 from prefect_tune.runtime.trial_process import load_trainable
-from prefect_tune.supervisor.trial_spec import TrialSpec, pickled_or_path
+from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
 __all__ = ["OF_THE_RUN", "SearchPlan", "from_settings", "only_in_code", "trial_spec", "valid_bound"]
 
@@ -113,6 +113,7 @@ class SearchPlan(Value):
     trial_tags: list[str] | None = None
     concurrency_limits: list[str] | None = None
     isolation: Literal["process", "thread"] = "process"
+    reuse: Reuse = "auto"
     grace_period_seconds: float = 25
     silence_timeout_seconds: float | None = None
     resume: Annotated[Resuming, BeforeValidator(resuming)] = Field(default="auto", validate_default=True)
@@ -237,6 +238,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         retention=plan.retention or Retention(),
         sync=plan.sync or SyncConfig(),
         isolation=plan.isolation,
+        reuse=plan.reuse,
         grace=timedelta(seconds=plan.grace_period_seconds),
         silence=None if silence is None else timedelta(seconds=silence),
         tags=tuple(plan.trial_tags or ()),

@@ -5,6 +5,9 @@ supervisor is doing. Between it and each trial's process is a subreaper process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
+A template is such a process too. It imports a trainable (`prefect_tune.runtime.preload`), and then is itself a fork
+server, for trials of that trainable: `fork server <- subreaper <- template <- subreaper <- trial's process`.
+
 The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
 When the supervisor requests it or is gone, and when the trial's process has ended, it ends all of them and reports
 the trial's wait status. Then it may serve another trial. The fork server is a child subreaper too, in a session of its
@@ -15,10 +18,8 @@ together with its subreaper (`PR_SET_PDEATHSIG`).
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -31,13 +32,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.group_signals import ignore_group_signals
+from prefect_tune.runtime.linux import (
+    adopt_orphans,
+    children_of,
+    die_with_parent,
+    keep_only,
+    rung,
+    send_signal,
+    set_process_name,
+    sigchld_pipe,
+    silence,
+    while_alive,
+)
+from prefect_tune.runtime.preload import import_before_forking
+from prefect_tune.runtime.process_reset import settle_in
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
     signal.SIGHUP,
@@ -53,19 +68,21 @@ _STRAYS_DIE_WITHIN = timedelta(seconds=2)
 _LOOK_AGAIN = timedelta(seconds=0.05)
 _SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
-_libc = ctypes.CDLL(None)
+_REASON_BYTES = 2000
 _Handlers = Mapping[signal.Signals, Any]
 _Life: TypeAlias = "Callable[[], _Life | None]"
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The descriptors that the supervisor sends with a fork request."""
+class _ForkRequest:
+    """A fork request: the descriptors that the supervisor sends."""
 
     channel: int
     output: int
     status: int
     """Socket for `born <subreaper pid> <trial pid>`, then `ended <wait status>`; or `failed <errno>` alone."""
+    word: bytes = FORK
+    """`FORK` for a trial's process; `IMPORT` for a template, whose fork requests come on `channel`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -95,26 +112,31 @@ def run_forever(life: _Life | None) -> NoReturn:
 
 def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
-    _set_process_name(b"tune-forkserver")
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
-    deaths, alive = _sigchld_pipe(), _while_alive(supervisor)
+    alive = while_alive(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor died before the pidfd was opened
-    control = socket.socket(fileno=control_fd)
-    subreapers: dict[int, socket.socket] = {}
+    set_process_name(b"tune-forkserver")
     copy_context().run(rehearse)
+    return _serve_forks(socket.socket(fileno=control_fd), alive)
+
+
+def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None:
+    adopt_orphans()  # adopts the children of a killed subreaper
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
+    deaths = sigchld_pipe()
+    subreapers: dict[int, socket.socket] = {}
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
-    while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
-        if deaths in rung:
+    while not (woken := rung([control.fileno(), deaths, *alive])).intersection(alive):
+        if deaths in woken:
             _reap(deaths, subreapers)
-        if control_fd in rung:
-            if (asked := _next_asked(control)) is None:
+        if control.fileno() in woken:
+            if (request := _next_request(control)) is None:
                 break
-            if not _is_given(subreapers.values(), asked) and (line := _new_subreaper(subreapers, asked)) is not None:
+            is_passed_on = _is_passed_on(subreapers.values(), request)
+            if not is_passed_on and (line := _new_subreaper(subreapers, request)) is not None:
                 _close([control, *subreapers.values()])
-                return partial(_subreaper_main, line, asked, alive, before)
-            asked.close()
+                return partial(_subreaper_main, line, request, alive, before)
+            request.close()
     _outlive(subreapers, deaths)
     control.close()
     return None
@@ -125,29 +147,36 @@ def _close(sockets: Collection[socket.socket]) -> None:
         each.close()
 
 
-def _next_asked(control: socket.socket) -> _Asked | None:
+def _next_request(control: socket.socket) -> _ForkRequest | None:
     """Return the next request; None at end of file."""
     message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
-    return _Asked(*descriptors) if message else None
+    if not message:
+        return None
+    channel, output, status = descriptors
+    return _ForkRequest(channel, output, status, message)
 
 
-def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:
+def _is_passed_on(subreapers: Collection[socket.socket], request: _ForkRequest) -> bool:
     """Pass the request to a subreaper that has reported that it is free; return whether there was one."""
     for subreaper in subreapers:
         with suppress(OSError):  # it is busy, or has just exited
             if subreaper.recv(16, socket.MSG_DONTWAIT) == _FREE:
-                socket.send_fds(subreaper, [b"fork"], asked.descriptors)
+                socket.send_fds(subreaper, [request.word], request.descriptors)
                 return True
     return False
 
 
-def _new_subreaper(subreapers: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
+def _new_subreaper(subreapers: dict[int, socket.socket], request: _ForkRequest) -> socket.socket | None:
     """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
-    hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if (subreaper := _fork(asked)) == 0:
+    try:
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:  # such as too many open files: trials that run must not end for that
+        _say(request.status, f"failed {error.errno}")
+        return None
+    if (subreaper := _fork(request)) == 0:
         ours.close()
-        return hers
-    hers.close()
+        return theirs
+    theirs.close()
     if subreaper > 0:
         subreapers[subreaper] = ours
     else:
@@ -157,13 +186,13 @@ def _new_subreaper(subreapers: dict[int, socket.socket], asked: _Asked) -> socke
 
 def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
     """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
-    _silence(deaths)
+    silence(deaths)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
             if (line := subreapers.pop(death[0], None)) is not None:
                 line.close()
             if line is None or death[1] != 0:
-                _send(signal.SIGKILL, _children() - subreapers.keys())
+                send_signal(signal.SIGKILL, children_of(os.getpid()) - subreapers.keys())
         return True
     return False
 
@@ -173,30 +202,32 @@ def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
     for line in subreapers.values():
         line.close()  # a free subreaper exits at once
     while _reap(deaths, subreapers) and subreapers:
-        _rung([deaths])
+        rung([deaths])
     _end_strays(deaths)
 
 
 # ------------------------------------------------------------------------------------------------ the subreaper
 
 
-def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
+def _subreaper_main(
+    pool: socket.socket, first: _ForkRequest, alive: Collection[int], before: _Handlers
+) -> _Life | None:
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    _keep_only(pool.fileno(), *first.descriptors, *alive)
-    _set_process_name(b"tune-subreaper")
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    deaths, subreaper = _sigchld_pipe(), os.getpid()
-    asked: _Asked | None = first
-    while asked is not None:
-        if (trial := _fork(asked)) == 0:
+    keep_only(pool.fileno(), *first.descriptors, *alive)
+    set_process_name(b"tune-subreaper")
+    adopt_orphans()
+    deaths, subreaper = sigchld_pipe(), os.getpid()
+    request: _ForkRequest | None = first
+    while request is not None:
+        if (trial := _fork(request)) == 0:
             pool.close()
-            return partial(_run_trial, asked, subreaper, before)
-        os.close(asked.channel)
-        os.close(asked.output)
-        is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
-        os.close(asked.status)
-        asked = _next_when_free(pool, alive) if is_done and _has_nobody_left() else None
+            return partial(_import_and_fork if request.word == IMPORT else _run_trial, request, subreaper, before)
+        os.close(request.channel)
+        os.close(request.output)
+        is_done = trial < 0 or _look_after(trial, request.status, deaths, alive)
+        os.close(request.status)
+        request = _next_when_free(pool, alive) if is_done and _has_no_children_left() else None
     pool.close()
     return None
 
@@ -212,7 +243,7 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
     return by_itself
 
 
-def _has_nobody_left() -> bool:
+def _has_no_children_left() -> bool:
     """Whether no child is left: one that could not be killed must not be confused with the next trial's children."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -221,15 +252,15 @@ def _has_nobody_left() -> bool:
     return False
 
 
-def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _Asked | None:
+def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _ForkRequest | None:
     """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
     with suppress(OSError):  # no request, or the fork server is gone
         pool.send(_FREE)
-        rung = _rung([pool.fileno(), *alive], _SUBREAPERS_STAY)
-        if not rung:
+        woken = rung([pool.fileno(), *alive], _SUBREAPERS_STAY)
+        if not woken:
             pool.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
-        if not rung.intersection(alive):
-            return _next_asked(pool)
+        if not woken.intersection(alive):
+            return _next_request(pool)
     return None
 
 
@@ -238,10 +269,10 @@ def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
     while (dead := _first_dead()) != trial:
         if dead is not None:
             os.waitpid(dead, 0)  # an orphaned descendant of the trial
-        elif _rung([deaths, *ends]).intersection(ends):
+        elif rung([deaths, *ends]).intersection(ends):
             return False
         else:
-            _silence(deaths)
+            silence(deaths)
     return True
 
 
@@ -266,13 +297,13 @@ def _end_strays(deaths: int) -> None:
     """
     kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
     give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
-    asked: set[int] = set()
+    terminated: set[int] = set()
     while _has_children() and (now := time.monotonic()) < give_up_at:
-        left = _children()  # includes descendants whose parent has just died
-        _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
-        asked |= left
-        if _rung([deaths], _LOOK_AGAIN):
-            _silence(deaths)
+        left = children_of(os.getpid())  # includes descendants whose parent has just died
+        send_signal(signal.SIGTERM, left - terminated) if now < kill_at else send_signal(signal.SIGKILL, left)
+        terminated |= left
+        if rung([deaths], _LOOK_AGAIN):
+            silence(deaths)
 
 
 def _has_children() -> bool:
@@ -287,99 +318,52 @@ def _has_children() -> bool:
 # --------------------------------------------------------------------------------------------- the trial's process
 
 
-def _run_trial(asked: _Asked, subreaper: int, before: _Handlers) -> None:
-    """Set the process up as if it had been started by exec, and serve trials."""
+def _run_trial(request: _ForkRequest, subreaper: int, before: _Handlers) -> None:
+    """Serve trials."""
+    if _is_set_up(request, subreaper, before, b"trial"):
+        serve(Connection(request.channel))
+
+
+def _import_and_fork(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Life | None:
+    """Be a template: import a trainable; then, if that is safe, fork its trials as the fork server does."""
+    if not _is_set_up(request, subreaper, before, b"tune-template"):
+        return None
+    ignore_group_signals()
+    control = socket.socket(fileno=request.channel)
+    _, files, _, _ = socket.recv_fds(control, 16, 1)
+    if not files:
+        return None  # the supervisor is gone
+    with os.fdopen(files[0], "rb") as file:
+        importing = ImportRequest.model_validate_json(file.read())
+    settle_in(importing.surroundings)
+    why_not = import_before_forking(importing)
+    control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
+    return None if why_not else partial(_serve_forks, control, while_alive(importing.supervisor))
+
+
+def _is_set_up(request: _ForkRequest, subreaper: int, before: _Handlers, name: bytes) -> bool:
+    """Set the process up as if it had been started by exec; return whether its subreaper is alive."""
     os.setsid()
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != subreaper:
-        return  # the subreaper died before prctl was called
-    _set_process_name(b"trial")
-    os.dup2(asked.output, 1)
-    os.dup2(asked.output, 2)
-    _keep_only(asked.channel)
-    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - takes no keyword arguments
+        return False  # the subreaper died before prctl was called
+    set_process_name(name)
+    os.dup2(request.output, 1)
+    os.dup2(request.output, 2)
+    keep_only(request.channel)
+    os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
-    serve(Connection(asked.channel))
+    return True
 
 
-# ----------------------------------------------------------------------------------------------------- the kernel
-
-
-def _set_process_name(name: bytes) -> None:
-    """Set the process name that `ps` and `top` show, cut to 15 bytes."""
-    _libc.prctl(_PR_SET_NAME, name)
-
-
-def _sigchld_pipe() -> int:
-    """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    return reading
-
-
-def _silence(bell: int) -> None:
-    with suppress(BlockingIOError):  # it is empty
-        os.read(bell, 4096)
-
-
-def _while_alive(pid: int) -> list[int]:
-    """Return a pidfd, which becomes readable when the process dies; none on Linux older than 5.3.
-
-    End of file on a socket shows the same, unless a fork of that process holds it open.
-    """
-    try:
-        return [os.pidfd_open(pid)]
-    except OSError:
-        return []
-
-
-def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
-    """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
-    poll = select.poll()
-    for bell in bells:
-        poll.register(bell, select.POLLIN)
-    return {bell for bell, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
-
-
-def _keep_only(*descriptors: int) -> None:
-    """Close every other descriptor but the standard streams."""
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
-        if descriptor > 2 and descriptor not in descriptors:
-            with suppress(OSError):  # the listing's own
-                os.close(descriptor)
-
-
-def _children() -> set[int]:
-    """Return the pids of this process's children, adopted ones included."""
-    me = str(os.getpid()).encode()
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold any bytes, parentheses too
-                _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if parent == me:
-                    found.add(int(entry.name))
-    return found
-
-
-def _send(number: signal.Signals, pids: Collection[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _fork(asked: _Asked) -> int:
+def _fork(request: _ForkRequest) -> int:
     """Fork; on failure report it on the request's socket, and return -1."""
     try:
         return os.fork()
     except OSError as error:
-        _say(asked.status, f"failed {error.errno}")
+        _say(request.status, f"failed {error.errno}")
         return -1
 
 
@@ -389,4 +373,4 @@ def _say(status: int, words: str) -> None:
 
 
 if __name__ == "__main__":
-    run_forever(partial(fork_server_main, int(sys.argv[1]), int(sys.argv[2])))
+    run_forever(partial(fork_server_main, *map(int, sys.argv[1:])))

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -27,16 +27,17 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
-from prefect_tune.core.messages.process_messages import Broke, Start, Surroundings, TrialEnded
+from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import settle_in
+from prefect_tune.runtime.process_reset import ProcessState, free_memory, has_noted_import, noting_import, settle_in
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable
 
+_MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -158,6 +159,12 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
                 return message
             case Surroundings():
                 settle_in(message)
+            case Preload():
+                prepend_import_path(message.import_path)
+                with suppress(BaseException), noting_import(), forks_end():  # the trial's own import raises it again
+                    load_trainable(message.trainable)
+                flush_output()
+                connection.send_imported()
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
 
@@ -170,6 +177,7 @@ class _Attempts:
         self._whole_process = whole_process
         self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
+        self._module_count = len(sys.modules)
         if whole_process:
             _be_quiet_when_a_thread_leaves()
 
@@ -187,7 +195,10 @@ class _Attempts:
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = _broke(error)
         self._say_end(ended)
-        return isinstance(ended, TrialEnded) and ended.waits
+        if not isinstance(ended, TrialEnded) or not ended.waits:
+            return False
+        free_memory()
+        return True
 
     def _say_end(self, ended: TrialEnded | Broke) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
@@ -209,21 +220,30 @@ class _Attempts:
             claim_process(start.trial)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
+        before = ProcessState.now() if start.kept != "never" else None
         try:
             session.ask_first()
-            with _forks_end():
-                if isinstance(trainable, type):
-                    return self._run_class(session, _set_up(trainable, start), start)
-                if isinstance(trainable, _SetUp):
-                    return self._run_class(session, _reset(trainable, start), start)
-            function = cast("TrainFunction", trainable)
-            session.loaded(_code(function))
-            session.begin()
-            with _forks_end():
-                returned = function(dict(start.config))
-            return session.finish(returned)
+            ended = self._train(session, trainable, start)
         except TrialOver as over:
-            return over.ended(waits=self._kept is not None)
+            ended = over.ended(waits=self._kept is not None)
+        has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
+        is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
+        if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
+            return ended.model_copy(update={"waits": True})
+        return ended
+
+    def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
+        with forks_end():
+            if isinstance(trainable, type):
+                return self._run_class(session, _set_up(trainable, start), start)
+            if isinstance(trainable, _SetUp):
+                return self._run_class(session, _reset(trainable, start), start)
+        function = cast("TrainFunction", trainable)
+        session.loaded(_code(function))
+        session.begin()
+        with forks_end():
+            returned = function(dict(start.config))
+        return session.finish(returned)
 
     def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
         self._kept = None
@@ -232,7 +252,7 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            with _forks_end():  # a forked child must not run `cleanup`
+            with forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
             if start.waits and not over.interrupted and ready.can_become_another():
@@ -243,14 +263,35 @@ class _Attempts:
                 trainable.cleanup()
 
 
+_prepended: tuple[str, ...] = ()
+
+
+def prepend_import_path(import_path: Sequence[str]) -> None:
+    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
+    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
+    if tuple(import_path) != _prepended:
+        _prepended = tuple(import_path)
+        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+
+
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
-    sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
+    prepend_import_path(start.import_path)
     try:
-        trainable = kept or load_trainable(start.trainable)
+        with forks_end():
+            trainable = kept or _loaded(start)
         stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(connection, start, stopper), trainable
+
+
+def _loaded(start: Start) -> object:
+    """Return the trainable; if the process may serve another trial, note what the import sets."""
+    if start.kept != "always" or has_noted_import():
+        return load_trainable(start.trainable)
+    with noting_import():
+        remember_source(loaded := load_trainable(start.trainable))
+    return loaded
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:
@@ -266,8 +307,8 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 
 @contextmanager
-def _forks_end() -> Iterator[None]:
-    """Exit a forked child that returns from the trainable, so that it does not send the trial's end."""
+def forks_end() -> Iterator[None]:
+    """Exit a forked child that returns from the trainable or its import, so that it does not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -298,8 +339,19 @@ def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
         session.report_step(trainable.step(), trainable.save_checkpoint)
 
 
+_sources: dict[int, tuple[object, str]] = {}
+"""The trainable that was imported before the fork, by `id`, and the digest of its source: the file may change since."""
+
+
+def remember_source(trainable: object) -> None:
+    """Remember the digest of the trainable's source as it is now, for this process and its forks."""
+    _sources[id(trainable)] = trainable, _code(cast("type | TrainFunction", trainable))
+
+
 def _code(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is none, as for some pickled objects."""
+    if (imported := _sources.get(id(trainable))) is not None:
+        return imported[1]
     try:
         return digest_of(inspect.getsource(trainable).encode())[:16]
     except (TypeError, OSError):
@@ -308,11 +360,12 @@ def _code(trainable: type | TrainFunction) -> str:
 
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
-    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {_text_of(error)}"
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
     return Broke(cause=cause, message=message, traceback=traceback.format_exc())
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also if its `__str__` raises."""
     try:
         return str(error)
     except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway

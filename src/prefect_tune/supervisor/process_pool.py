@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,17 +10,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.core.messages.process_messages import FromTrial, Start, Surroundings, ToTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    FromTrial,
+    Preload,
+    Start,
+    ToTrial,
+    TrainableLoaded,
+    TrialEnded,
+)
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork
+from prefect_tune.supervisor.fork_client import ForkedProcess, PendingFork, surroundings
+from prefect_tune.supervisor.fork_servers import ForkServers, TrialKind
 from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.supervisor.process_output import Log, TrialOutput
+from prefect_tune.supervisor.trial_spec import Reuse, import_path
 
-__all__ = ["TrialProcessPool", "supervised_process"]
+__all__ = ["TrialProcessPool"]
 
-# The interpreter and the C library read these at start, so a fork has the values of its fork server.
-_READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 _TRIES = 3
+_LOOK_AGAIN = timedelta(seconds=0.2)
+_LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits
 _MOMENT = timedelta(seconds=0.2)
 _GOODBYE = timedelta(seconds=5)
 
@@ -29,25 +38,29 @@ _GOODBYE = timedelta(seconds=5)
 class TrialProcessPool:
     """A pool of trial processes. Enter it, then call `process`, from any number of threads.
 
-    Processes are forked from a fork server that has imported what every trial needs; `prepare` or the first `process`
-    starts it. Trials with other values of variables that a process reads at its start get a fork server of their own.
+    Processes are forked from a fork server that has imported what every trial needs, and the trainable's module if
+    `reuse` says so; `prepare` or the first `process` starts it.
     A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
     process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
     process that failed, was interrupted or declined serves no other trial: a replacement is forked in advance.
 
     Args:
         slots: the most processes, used and waiting together, up to which one is kept or forked in advance. With 0
-            each process serves one trial, and cleans up before it reports the trial's end.
+            each process serves one trial, and cleans up before it reports the trial's end. With None, the most
+            processes that were in use at the same time.
+        reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
-    def __init__(self, *, slots: int) -> None:
-        self._slots = slots
-        self._pool = _Pool(slots)
+    def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
+        self._pool = _Pool(slots, "never" if slots == 0 else reuse)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """End the waiting processes; those in use serve their trial to its end."""
         self._pool.close()
 
@@ -56,13 +69,23 @@ class TrialProcessPool:
         self._pool.dismiss_waiting()
         self._pool.forget_expected()
 
-    def prepare(self) -> None:
-        """Start the fork server, and do not wait for it."""
+    def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
+        """Begin to import `trainable` (as in `Start`), and do not wait for it.
+
+        The fork server imports it if `reuse` says so; with no slots, a process that is forked in advance.
+        """
         if sys.platform == "linux":
-            self._pool.forks(AS_IT_IS)
+            kind = TrialKind.of(trainable, import_path(), environment)
+            self._pool.forks.begin(kind, log) if self._pool.slots else self._pool.import_ahead(kind)
 
     @contextmanager
-    def process(self, start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    def process(
+        self,
+        start: Start,
+        log: Log,
+        environment: Mapping[str, str] = AS_IT_IS,
+        stop: threading.Event | None = None,
+    ) -> Iterator[TrialChannel]:
         """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
 
         All its descendants end with it, in any session, even if this process or the trial's is killed. (On systems
@@ -71,6 +94,7 @@ class TrialProcessPool:
         Args:
             log: the log that receives its output, in the caller's context.
             environment: variables of this trial, added to this process's environment or replacing them.
+            stop: ends the wait for the import of the trainable's module: the process then imports it by itself.
 
         Raises:
             OSError: no process could be forked, for example for lack of memory or process ids.
@@ -79,11 +103,11 @@ class TrialProcessPool:
             with trial_process(start, log, environment) as alone:
                 yield alone
             return
-        start = start.model_copy(update={"waits": self._slots > 0})
-        request = _Request(start, log, _Kind(start.trainable, start.import_path, frozenset(environment.items())))
+        kind = TrialKind.of(start.trainable, start.import_path, environment)
         with self._pool.using():
-            child = self._pool.waiting_child(request.kind)
-            borrowed = _Borrowed(child or self._pool.new_child(environment), log)
+            child = self._pool.waiting_child(kind)
+            borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop or threading.Event()), log)
+            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind)
             channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()
@@ -94,69 +118,47 @@ class TrialProcessPool:
             finally:
                 channel.close()
         if not channel.keeps:
-            self._pool.expect(environment)
+            self._pool.expect(kind)
 
-
-@contextmanager
-def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train as `TrialProcessPool.process` does, in a process that serves no other trial and ends with the block."""
-    with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
-        yield channel
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """The properties that a trial and a kept process must share, for the process to serve the trial."""
-
-    trainable: str
-    import_path: tuple[str, ...]
-    environment: frozenset[tuple[str, str]]
+    def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
+        waits = self._pool.slots > 0
+        return {"waits": waits, "kept": self._pool.forks.kept(kind) if waits else "never"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     start: Start
     log: Log
-    kind: _Kind
+    kind: TrialKind
 
 
 class _Pool:
     """The fork servers, and the processes that wait for a trial; counts those in use."""
 
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
+    def __init__(self, slots: int | None, reuse: Reuse) -> None:
+        self._grows = slots is None
+        self.slots = slots if slots is not None else 1
+        self.forks = ForkServers(reuse)
         self._guard = threading.RLock()
         self._used_count = 0
-        self._waiting: list[tuple[_Kind, ForkedProcess]] = []
-        self._expected: list[tuple[ForkServer, PendingFork]] = []
-        self._forks: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
+        self._expected: list[tuple[TrialKind, PendingFork]] = []
         self._closed = False
-
-    def forks(self, environment: Mapping[str, str]) -> ForkServer:
-        """Return the fork server for this environment; start it if it does not run."""
-        read_at_start = frozenset(_read_at_start({**os.environ, **environment}).items())
-        with self._guard:
-            if self._closed:
-                raise RuntimeError("the pool of trial processes is closed")
-            if (found := self._forks.pop(read_at_start, None)) is None:
-                found = ForkServer.start({**os.environ, **dict(read_at_start)})
-            self._forks[read_at_start] = found  # ordered by last use
-            if len(self._forks) > self._slots + 1:
-                self._forks.pop(next(iter(self._forks))).let_go()
-            return found
 
     @contextmanager
     def using(self) -> Iterator[None]:
         """Count one more process as in use."""
         with self._guard:
             self._used_count += 1
+            if self._grows:
+                self.slots = max(self.slots, self._used_count)
         try:
             yield
         finally:
             with self._guard:
                 self._used_count -= 1
 
-    def waiting_child(self, kind: _Kind) -> ForkedProcess | None:
+    def waiting_child(self, kind: TrialKind) -> ForkedProcess | None:
         """Return a waiting process of this kind; None if there is none."""
         with self._guard:
             mine = [each for each in self._waiting if each[0] == kind]
@@ -169,52 +171,50 @@ class _Pool:
         child.end()
         return self.waiting_child(kind)
 
-    def expect(self, environment: Mapping[str, str]) -> None:
+    def expect(self, kind: TrialKind) -> None:
         """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
         with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
-            if self._forks and not self._closed and in_sight < self._slots:
-                forks = self.forks(environment)
-                self._expected.append((forks, forks.fork()))
+            if not self._closed and in_sight < self.slots and (forks := self.forks.running(kind)) is not None:
+                self._expected.append((kind, forks.fork()))
 
-    def new_child(self, environment: Mapping[str, str]) -> ForkedProcess:
+    def import_ahead(self, kind: TrialKind) -> None:
+        """Fork a process in advance, and have it import the trainable, unless that is a long pickle."""
+        request = Preload(trainable=kind.trainable, import_path=kind.import_path)
+        if len(kind.trainable) > _LONGEST_PRELOAD:
+            return
+        with self._guard, suppress(OSError):
+            self._expected.append((kind, pending := self.forks.plain(kind).fork()))
+            pending.import_ahead(request, kind.whole_environment)
+
+    def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
-        self.dismiss_waiting(slots=self._slots)
-        while (expected := self._next_expected(environment)) is not None:
-            if (child := self._child_of(*expected)) is not None:
-                return child
+        self.dismiss_waiting(slots=self.slots)
+        while (expected := self._next_expected(kind)) is not None:
+            with suppress(OSError):
+                if (child := expected.child()) is None:
+                    continue
+                if child.is_alive() and (not expected.imports or _has_imported(child, log, stop)):
+                    return child
+                child.end(timedelta(0))
         for _ in range(_TRIES):
-            forks = self.forks(environment)
+            forks = self.forks.ready(kind, log, stop)
+            self.forks.end_surplus(self.slots)
             if (child := forks.fork().child()) is not None:
                 return child
-            self._lose(forks)
+            self.forks.lose(forks)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
 
-    def _next_expected(self, environment: Mapping[str, str]) -> tuple[ForkServer, PendingFork] | None:
+    def _next_expected(self, kind: TrialKind) -> PendingFork | None:
         with self._guard:
-            forks = self.forks(environment)
-            mine = [each for each in self._expected if each[0] is forks]
+            mine = [each for each in self._expected if each[0] == kind]
             self._expected = [each for each in self._expected if each not in mine[:1]]
-        return mine[0] if mine else None
+        return mine[0][1] if mine else None
 
-    def _child_of(self, forks: ForkServer, expected: PendingFork) -> ForkedProcess | None:
-        """Return a process that was forked in advance; None if that fork failed or the process has died since."""
-        try:
-            child = expected.child()
-        except OSError:
-            return None
-        if child is None:
-            self._lose(forks)
-        elif child.is_alive():
-            return child
-        else:
-            child.end()
-        return None
-
-    def keep(self, kind: _Kind, child: ForkedProcess) -> None:
+    def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
         with self._guard:
-            is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
+            is_kept = not self._closed and self._used_count + len(self._waiting) <= self.slots
             if is_kept:
                 self._waiting.append((kind, child))
         if not is_kept:
@@ -223,12 +223,10 @@ class _Pool:
     def close(self) -> None:
         with self._guard:
             self._closed = True
-            forks, self._forks = [*self._forks.values()], {}
             is_used = self._used_count > 0
         self.dismiss_waiting()
         self.forget_expected()
-        for each in forks:
-            each.let_go() if is_used else each.end()
+        self.forks.close(is_used=is_used)
 
     def dismiss_waiting(self, *, slots: int = 0) -> None:
         """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
@@ -246,11 +244,23 @@ class _Pool:
         for _, each in leaving:
             each.end(timedelta(seconds=deadline.remaining_seconds))
 
-    def _lose(self, forks: ForkServer) -> None:
-        """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
-        with self._guard:
-            self._forks = {start: each for start, each in self._forks.items() if each is not forks}
-        forks.kill()
+
+def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool:
+    """Wait for its import; return False if it ended the process, or if `stop` is set before.
+
+    Until then the process reads nothing, so that sending it a long message would block.
+    """
+    output = TrialOutput(log)
+    output.start(child.output)
+    try:
+        while not child.has_imported(_LOOK_AGAIN):
+            if stop.is_set():
+                return False
+    except (EOFError, OSError):
+        return False
+    finally:
+        output.stop()
+    return True
 
 
 def _dismiss(children: list[ForkedProcess]) -> None:
@@ -295,7 +305,7 @@ class _PooledChannel(TrialChannel):
         self._pool = pool
         self._request = request
         self._borrowed = borrowed
-        self._is_on_trial = has_served  # until the reused process has answered
+        self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
         self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
@@ -304,7 +314,8 @@ class _PooledChannel(TrialChannel):
     def begin(self) -> None:
         """Send the process its environment and the trial's start message."""
         self._borrowed.begin()
-        super().tell(_surroundings(self._borrowed.child, self._request.kind.environment))
+        temporary = self._borrowed.child.new_temporary_directory()
+        super().tell(surroundings(temporary, self._request.kind.whole_environment))
         for message in (self._request.start, *self._told):
             super().tell(message)
 
@@ -323,7 +334,10 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace()
             return None
-        self._is_on_trial &= message is None
+        if self._is_on_trial and isinstance(message, Broke) and self._request.start.kept != "never":
+            self._replace(f"failed before its first report ({message.message})")
+            return None
+        self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
         self.keeps = isinstance(message, TrialEnded) and message.waits
         return message
 
@@ -341,39 +355,19 @@ class _PooledChannel(TrialChannel):
         if self.keeps:
             self._pool.keep(self._request.kind, self._borrowed.child)
 
-    def _replace(self) -> None:
-        """Take a new process: the reused one declined the trial or was killed, before it trained anything."""
+    def _replace(self, why: str = "") -> None:
+        """Take a new process: the reused one declined the trial, was killed or failed, before it reported anything.
+
+        A failure there may be due to an earlier trial: some settings can be made only once in a process.
+        """
         ended = self._borrowed.end()
-        if not ended.startswith("exited with code 0"):
-            self._request.log.warning("a process that was kept from an earlier trial %s; a new one is started", ended)
+        if why or not ended.startswith("exited with code 0"):
+            self._request.log.warning(
+                "a process that was kept from an earlier trial %s; a new one is started", why or ended
+            )
         with self._changing:
-            self._borrowed = _Borrowed(self._pool.new_child(dict(self._request.kind.environment)), self._request.log)
+            request, stop = self._request, threading.Event()
+            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, stop), request.log)
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin()
-
-
-def _surroundings(child: ForkedProcess, environment: frozenset[tuple[str, str]]) -> Surroundings:
-    own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(child.new_temporary_directory())}
-    whole = {**os.environ, **dict(environment), **own}
-    return Surroundings(
-        environment={_latin(name): _latin(value) for name, value in whole.items()},
-        working_directory=_latin(_here()),
-    )
-
-
-def _here() -> str:
-    """Return the working directory; "" if it was removed: then a fork inherits it anyway."""
-    try:
-        return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
-    except FileNotFoundError:
-        return ""
-
-
-def _latin(text: str) -> str:
-    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
-    return os.fsencode(text).decode("latin-1")
-
-
-def _read_at_start(environment: Mapping[str, str]) -> Mapping[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}

@@ -94,12 +94,15 @@ class InProcessLink:
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         self.trial = trial
         self.reads_journal = False
-        self.process = pool.process
+        self._pool = pool
         self.stop = threading.Event()
         self._receive = receive
         self._guard = threading.Lock()
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        return self._pool.process(start, log, environment, self.stop)
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         with self._guard:

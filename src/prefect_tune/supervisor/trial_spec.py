@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import cloudpickle
 
@@ -21,7 +21,19 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 
-__all__ = ["AttemptRequest", "TrialSpec", "import_path", "pickled_or_path"]
+__all__ = ["AttemptRequest", "Reuse", "TrialSpec", "import_path", "pickled_or_path"]
+
+
+Reuse: TypeAlias = Literal["auto", "fork", "keep", "never"]
+"""How trials share the import of their trainable's module.
+
+- `fork`: one process imports it; trials are forked from that process, if its forks are safe.
+- `keep`: a trial's process serves the next trial, if the trial has left no thread, process or signal handler in it.
+- `auto`: `fork`; `keep` where forks are not safe, and for a process in which a trial has imported 100 modules or more.
+- `never`: each trial's process imports it.
+
+Elsewhere than on Linux, each trial's process imports it.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class TrialSpec:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """The trainable's name: another trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
+    reuse: Reuse = "auto"
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None

@@ -230,7 +230,7 @@ def _runner_elsewhere() -> TaskRunner[Any] | None:
 
 @contextmanager
 def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
-    with TrialProcessPool(slots=slots.count) as pool:
+    with TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool:
         if spec.isolation == "process":
-            pool.prepare()
+            pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
         yield LocalExecutor(pool, slots.environments)

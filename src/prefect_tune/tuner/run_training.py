@@ -104,7 +104,7 @@ def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
         known = turn.known or read_known(spec.target, turn.plan.experiment)
         require_same_training(known.experiment, spec, training.config)  # before an earlier owner is superseded
         if spec.isolation == "process" and not _is_finished(known.experiment):
-            pool.prepare()  # a child process starts while the experiment opens
+            pool.prepare(spec.trainable, get_run_logger())  # a child process starts while the experiment opens
         opened = _opened(training, turn, known)
         emitter = EventEmitter(_events_of(spec), known.experiment, get_run_logger())
         emitter.opened(opened)

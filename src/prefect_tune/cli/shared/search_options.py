@@ -17,6 +17,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 _Mode = StrEnum("_Mode", ["min", "max"])
 _Trials = StrEnum("_Trials", ["tasks", "deployment"])
 _Isolation = StrEnum("_Isolation", ["process", "thread"])
+_Reuse = StrEnum("_Reuse", ["auto", "fork", "keep", "never"])
 _Resume = StrEnum("_Resume", ["auto", "must", "never"])
 _OnCodeChange = StrEnum("_OnCodeChange", ["warn", "refuse"])
 
@@ -152,6 +153,9 @@ _OPTIONS: Mapping[str, _Option] = {
     ),
     "isolation": _Option(
         metavar="WHAT", kind=_Isolation, default=_Isolation.process, about="process of its own, or thread."
+    ),
+    "reuse": _Option(
+        metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: fork, keep, never, or auto."
     ),
     "grace_period_seconds": _Option(metavar="S", kind=float, about="Time to save after a stop signal. Default: 25."),
     "silence_timeout_seconds": _Option(metavar="S", kind=float, about="Restart a trial after S of silence."),

@@ -13,12 +13,18 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
+    "FORK",
+    "IMPORT",
+    "IMPORTED",
+    "READY",
     "Broke",
     "CheckpointSaved",
     "FromTrial",
     "GoOn",
+    "ImportRequest",
     "Leave",
     "MilestoneReached",
+    "Preload",
     "Question",
     "Start",
     "StateSaved",
@@ -41,6 +47,36 @@ class Surroundings(Value):
     """All environment variables; each character is one byte (Latin-1)."""
     working_directory: str
     """In Latin-1, too; empty to keep the present one."""
+
+
+FORK, IMPORT = b"fork", b"import"
+"""Requests to a fork server: for a trial's process, or for a template."""
+READY = "ready"
+"""A template's answer when it has imported the trainable and can be forked; any other text is the reason why not."""
+
+
+IMPORTED = b"imported"
+"""The answer to a `Preload`, whether the import succeeded or failed."""
+
+
+class Preload(Value):
+    """Import a trainable before the trial that needs it starts."""
+
+    type: Literal["preload"] = "preload"
+    trainable: str
+    """As in `Start`."""
+    import_path: tuple[PathName, ...]
+
+
+class ImportRequest(Value):
+    """Import a trainable in a template."""
+
+    trainable: str
+    """As in `Start`."""
+    import_path: tuple[PathName, ...]
+    surroundings: Surroundings
+    supervisor: int
+    """The pid of the process that sends fork requests: the template ends with it."""
 
 
 class Start(Value):
@@ -77,6 +113,9 @@ class Start(Value):
     """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
+    kept: Literal["never", "after-imports", "always"] = "never"
+    """Whether the process may wait, if it is clean, even though its trainable has no `reset_config`; `after-imports`:
+    if the trial has imported so much that the next one would train sooner in it than in a new one."""
 
 
 class CheckpointSaved(Value):
@@ -182,13 +221,9 @@ class Broke(Value):
     traceback: Message
 
 
-ToTrial: TypeAlias = Annotated[
-    Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave, Field(discriminator="type")
-]
-FromTrial: TypeAlias = Annotated[
-    MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
-]
-to_trial: TypeAdapter[Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(
-    FromTrial
-)
+_ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | GoOn | Leave
+_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke
+ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
+to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[_FromTrial] = TypeAdapter(FromTrial)

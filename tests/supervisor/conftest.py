@@ -1,0 +1,3 @@
+"""Fixtures of these tests; a test file may have its own of the same name."""
+
+from tests.supervisor.modules import hearing, module, ours, trains  # noqa: F401 - fixtures
