@@ -24,6 +24,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
 from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.terminal.progress_state import SearchEstimate
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.fakes.told_searches import Telling
@@ -76,7 +77,8 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     said = str(report.data)
     assert report.flow_run_id is not None
     assert (
-        f"**Best error: {results.best.metrics['error']:.6g} (trial {results.best.trial}) · 4 of 4 trials done" in said
+        f"**Best error: {format_cell(results.best.metrics['error'])} (trial {results.best.trial}) · 4 of 4 trials done"
+        in said
     )
     assert said.count("](data:image/svg+xml;base64,") >= 3
     assert said.count("/runs/task-run/") >= 4
@@ -119,8 +121,8 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     options = {"space": {"row": 3, "step_seconds": 0.3}, "num_samples": 2, "max_concurrent_trials": 1}
     searched(tmp_path, "watched", **options, scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
-    assert "🏃 1 running" in pages[0]
-    assert "🏃 1 running" not in page("report-watched")
+    assert "· 1 running" in pages[0]
+    assert "· 1 running" not in page("report-watched")
     shares = [share for _, share in looks.seen]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 100
@@ -133,10 +135,10 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "alone", "isolation": "thread"}
     for steps in (4, 6):
         pt.durable_trainable(DigitsTable, {"row": 1}, stop={"step": steps}, **options)
-    assert "**✅ finished at step 6" in page("report-alone")
+    assert "**completed at step 6" in page("report-alone")
     assert "2 attempts" in page("report-alone")
     assert "## Runs" in page("report-alone")
-    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, finished"
+    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, completed"
 
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
-from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
@@ -34,10 +34,6 @@ def _lines(block: Block) -> Iterator[str]:
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
             yield from (f"{fence}{language}", text, fence)
-        case Details(summary=summary, blocks=blocks):
-            yield from (f"<details><summary>{escaped(summary)}</summary>", "")
-            yield from (line for each in blocks for line in _lines(each))
-            yield "</details>"
         case never:
             assert_never(never)
     yield ""
