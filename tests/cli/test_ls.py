@@ -97,9 +97,9 @@ def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
 def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
     page = run("report", moods, "moods").out
     assert "## Best: trial 00003" in page
-    assert page.count("| completed |") == 2
-    assert page.count("ValueError: in a mood") == 2
-    assert "fails" in page.partition("What was asked for")[2]
+    assert page.partition("## Trials")[2].count("| completed |") == 2
+    assert ", because ValueError: in a mood." in page.partition("## Errors (2)")[2], "said once of both"
+    assert "fails" in page.partition("## Settings")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page
 

@@ -206,7 +206,7 @@ class Family(RuleBasedStateMachine):
         kept = self.search.trial(name)
         apart = {"apart", "absorbed", "past", "collected_up_to", "config", "proposed"}
         assert kept.model_dump(exclude=apart) == told.model_dump(exclude=apart)
-        assert kept.status.value == self.status[name]
+        assert kept.phase.value == self.status[name]
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))

@@ -113,7 +113,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
 def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
     trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
-    assert (trial.status, "is finished at step 2" in trial.message) == ("had-ended", True)
+    assert (trial.status, "is completed at step 2" in trial.message) == ("had-ended", True)
     slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
     one = stop("e", target=slow.target, trial="00000", wait_seconds=0)
     whole = stop("e", target=slow.target, wait_seconds=0.3)

@@ -25,7 +25,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.reporting.axes import fitted
 from prefect_tune.reporting.report_input import DRAWN, ReportInput
-from prefect_tune.reporting.svg import GREY
+from prefect_tune.reporting.svg import BLUE, GREY, ORANGE
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
     front_chart,
@@ -71,7 +71,7 @@ def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> Non
     found = asha(12, kills=False)
     frame = 1 + 2 * 0
     svg = learning_curves(found.report_input())
-    assert thick(svg, "#e07b1a") == 1
+    assert thick(svg, ORANGE) == 1
     assert marks(svg, "line") >= 12 + frame
 
 
@@ -91,8 +91,8 @@ def test_one_training_has_a_panel_for_each_metric() -> None:
 def test_a_line_through_the_parameters_for_each_trial() -> None:
     found = asha(30, kills=False)
     svg = parallel_coordinates(found.report_input())
-    assert thick(svg, "#e07b1a") == 1
-    assert thick(svg, "#3f87e0") == len(found.report_input().ranking) - 1
+    assert thick(svg, ORANGE) == 1
+    assert thick(svg, BLUE) == len(found.report_input().ranking) - 1
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
 
 
@@ -221,8 +221,8 @@ def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
         ET.fromstring(svg)
 
 
-PAGES = ("#ffffff", "#0a0a0a")
-"""The backgrounds of Prefect's UI, light and dark."""
+PAGES = ("#eaeaeb", "#26272b", "#ffffff", "#0e1116")
+"""The backgrounds of Prefect's UI, light and dark, and of the HTML file."""
 
 
 def _luminance(color: Sequence[float]) -> float:

@@ -184,4 +184,4 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
-    assert repr(results) == "Results(experiment='e', trials: 3 finished, 1 errored)"
+    assert repr(results) == "Results(experiment='e', trials: 3 completed, 1 errored)"

@@ -228,7 +228,7 @@ def _end(facts: Facts) -> Iterator[Block]:
     yield Table((), _cost(facts))
     if len(facts.runs) > 1:
         yield Heading("Runs")
-        yield _runs(facts)
+        yield from _without_repetition(_runs(facts))
     if settings := [(name, _setting(value)) for name, value in facts.settings.items() if value not in _NOT_SET]:
         yield Heading("Settings")
         yield Table((), settings)
@@ -241,23 +241,20 @@ def _setting(value: object) -> Cell:
     return _clipped(format_cell(value), _SETTING)
 
 
-def _runs(facts: Facts) -> Table:
-    """Return a table of all runs, scheduled ones included: owner, times, and what each added."""
-    is_extended = any(each.samples_asked for each in facts.runs)
-    rows: list[Sequence[Cell]] = [
-        (
-            _linked(str(each.epoch), each.link),
-            each.owner,
-            _time(each.began_at),
-            _time(each.last_heard_at),
-            *[f"+{format_count(each.samples_asked)}" if each.samples_asked else ""] * is_extended,
-            format_count(each.trials_added),
-            format_count(each.attempts),
+def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
+    """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
+    runs = facts.runs
+    yield "run", [_linked(format_count(each.epoch), each.link) for each in runs]
+    yield "owner", [each.owner for each in runs]
+    yield "began", [_time(each.began_at) for each in runs]
+    yield "last entry", [_time(each.last_heard_at) for each in runs]
+    if any(each.samples_asked for each in runs):
+        yield (
+            "samples asked for",
+            [f"+{format_count(each.samples_asked)}" if each.samples_asked else "" for each in runs],
         )
-        for each in facts.runs
-    ]
-    samples = ["samples asked for"] * is_extended
-    return Table(("run", "owner", "began", "last entry", *samples, "trials added", "attempts"), rows)
+    yield "trials added", [format_count(each.trials_added) for each in runs]
+    yield "attempts", [format_count(each.attempts) for each in runs]
 
 
 def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:

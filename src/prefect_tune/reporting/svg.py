@@ -17,12 +17,12 @@ from typing import Literal
 Point = tuple[float, float]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, TEAL, GREY = (
-    *("#3f87e0", "#e07b1a", "#2f9e58", "#df4b4b", "#9a6ee8", "#14949c"),
+    *("#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b", "#9a6ee8", "#14949c"),
     "#78808a",
 )
 INKS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
-FAINT, PALE = 0.45, 0.6
-"""Opacities of a grid, and of marks in the background: below 0.45 they vanish on a dark page, or on a light one."""
+FAINT, PALE = 0.5, 0.6
+"""Opacities of a grid, and of marks in the background: below 0.5 they vanish on a dark page, or on a light one."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -50,7 +50,7 @@ class _Training(RunInput):
         default="continue",
         title="How to continue",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
-        "go back to the step below; later checkpoints are kept. stop here: the training is finished.",
+        "go back to the step below; later checkpoints are kept. stop here: the training ends.",
     )
     steps: int = Field(default=0, title="Total steps", description="To extend: more than before. 0: unchanged.")
     hours: float = Field(

@@ -56,11 +56,11 @@ def stop(
 ) -> StopOutcome:
     """Have a running search, or one trial of it, save and end; wait until it has ended.
 
-    A stopped trial saves a checkpoint and is finished: no larger budget continues it. A stopped experiment can be
-    resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
+    A stopped trial saves a checkpoint and ends, `interrupted`: no larger budget continues it. A stopped experiment
+    can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
     requests every few seconds, and journals each one before it acts on it.
 
-    If no run is active, the trial is finished when the experiment is opened next, before any trial starts. A stop of
+    If no run is active, the trial is ended when the experiment is opened next, before any trial starts. A stop of
     the whole experiment then has no effect: it never stops a run that begins later.
 
     Args:
@@ -207,7 +207,7 @@ class _Asking:
         if self._sent_to:
             owner = f"{owner}; {len(self._sent_to)} attempts got the request directly"
         if self._trial is not None:
-            later = f"trial {self._trial} will be finished when the experiment is opened next"
+            later = f"trial {self._trial} will be ended when the experiment is opened next"
             return StopOutcome("unanswered", f"{owner}: {later}", state)
         if state.epoch != request.epoch:
             return StopOutcome(
