@@ -25,7 +25,7 @@ class TrialResult:
     experiment: str
     trial: str
     status: Status
-    """For example finished, errored or paused."""
+    """For example completed, interrupted or errored."""
     reason: str
     """Why it has this status."""
     step: int

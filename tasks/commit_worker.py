@@ -37,7 +37,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -158,7 +158,7 @@ class CommitWorker:
             self._log.error("the attempt's end could not be journaled: %s", error)
 
     def _write_end(self) -> None:
-        if self._trial.status is Status.RUNNING:
+        if self._trial.phase is Phase.RUNNING:
             self._write(self._ending)
 
     def _run(self) -> None:

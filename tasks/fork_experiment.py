@@ -120,7 +120,7 @@ def _say(log: Log, past: Past, made: Fork) -> None:
     for name, refs in made.lost.items():
         trial = made.experiment.trial(name)
         left = trial.checkpoints[-1].step if trial.checkpoints else None
-        then = "" if trial.status in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
+        then = "" if trial.phase in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
         log.warning("trial %s: the origin has deleted %s since%s", name, _told({name: refs}), then)
 
 

@@ -125,7 +125,7 @@ def prune_checkpoints(
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
-        if any(each.status not in ENDED for each in state.trials.values()):
+        if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
         best = best_of(state)
         keys = [_key(state, each) for each in state.trials.values() if best is None or each.trial != best.trial]

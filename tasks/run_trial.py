@@ -27,7 +27,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.learning_curves import curve
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint, newest_key
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal, history
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
@@ -91,7 +91,7 @@ def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Lo
     journal_writer = _journal_writer(plan, request, link)
     if isinstance(journal_writer, AttemptResult):
         return journal_writer
-    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
+    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).phase is not Phase.RUNNING:
         return AttemptResult(
             Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
         )
@@ -139,7 +139,7 @@ def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchL
     journal_writer = JournalWriter(plan.target, experiment, write_entry, link.wrote)
     if (ended := _ended(experiment, plan)) is not None:
         return ended
-    if experiment.trial(plan.trial.trial).status is Status.RUNNING:
+    if experiment.trial(plan.trial.trial).phase is Phase.RUNNING:
         lost = "its supervisor failed, and was retried"
         journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
     _carry_out(plan, request, journal_writer)
@@ -149,9 +149,9 @@ def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchL
 def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
     """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
     trial = experiment.trial(plan.trial.trial)
-    if trial.status is Status.FINISHED:
+    if trial.phase is Phase.FINISHED:
         return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
-    return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
+    return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
 
 
 def _own_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
@@ -214,7 +214,7 @@ def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: Journal
     state = journal_writer.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in request.puts_aside if each.sequence in known]
-    if state.status in ENDED:
+    if state.phase in ENDED:
         events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
     if events:
         journal_writer.write(events)
@@ -281,12 +281,12 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
 
 def _say_what_is_lost(trial: Trial, log: Log) -> None:
     """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
-    if trial.attempt and trial.step and trial.status is not Status.RUNNING and newest_checkpoint(trial) is None:
+    if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
             "trial %s: no checkpoint was committed: its %s trained again; save%s",
             trial.trial,
             plural(trial.step, "step is", "steps are"),
-            ", or use ASHA(variant='stopping')" if trial.status is Status.PAUSED else " now and then",
+            ", or use ASHA(variant='stopping')" if trial.phase is Phase.PAUSED else " now and then",
         )
 
 
@@ -296,7 +296,7 @@ def _begin(
     trial = journal_writer.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     reports = curve_up_to(plan, from_ref)
-    if trial.status is not Status.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
+    if trial.phase is not Phase.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
         started = Started(
             trial=trial.trial,
             attempt=trial.attempt + 1,

@@ -103,7 +103,7 @@ def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: s
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
     assert "{'rate': 0.7105" in done.stdout
-    assert re.search(r"^00001  finished  27    \S+  0.710535", done.stdout, re.MULTILINE)  # as on the page
+    assert re.search(r"^00001  completed  27    \S+  0.710535", done.stdout, re.MULTILINE)  # as on the page
     assert re.search(r"^50 0\.000\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["x"]

@@ -54,7 +54,7 @@ def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
 
 def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     shown = json.loads(run("show", target, "digits", "--json").out)
-    assert shown["status"] == "finished"
+    assert shown["status"] == "completed"
     assert shown["reason"] == "had enough"
     assert shown["step"] == 6
     assert shown["checkpoints"] == [2, 4, 6]

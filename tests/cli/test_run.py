@@ -51,10 +51,10 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     then = pt.load_results(tmp_path, "e").experiment.number
     (tmp_path / "mended").touch()
     only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
-    assert json.loads(only.out)["trials_by_status"] == {"finished": 1}
+    assert json.loads(only.out)["trials_by_status"] == {"completed": 1}
     again = run("resume", tmp_path, "e", "--rerun-errored", "--num-samples", 2, "--json")
     assert again.code == 0
-    assert json.loads(again.out)["trials_by_status"] == {"finished": 2}
+    assert json.loads(again.out)["trials_by_status"] == {"completed": 2}
     forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
     assert forked.code == 3
     assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
@@ -113,7 +113,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
     assert resumed.code == 0
     assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [
-        ("finished", True)
+        ("completed", True)
     ] * 2
 
 

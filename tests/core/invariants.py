@@ -52,7 +52,7 @@ def _recovered(store: ObjectStore, witness: Witness, steps: int | None, *, alone
     run_to(last, steps)
     yield from violations(store, witness, last.experiment)
     if last.trial.step < steps:
-        yield f"I6: going on ended as {last.trial.status} at step {last.trial.step}"
+        yield f"I6: going on ended as {last.trial.phase} at step {last.trial.step}"
     yield from _leaks(store, last, witness, tidy=tidy)
 
 

@@ -121,7 +121,7 @@ def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Pa
         results = limited(tmp_path, concurrency_limits=[limit], time_budget_seconds=1)
     # One that could not be stopped would wait for ever; the server's SQLite may be locked for a minute.
     assert time.monotonic() - began < 150
-    assert {str(each.status) for each in results.trials.values()} == {"pending"}
+    assert {str(each.phase) for each in results.trials.values()} == {"pending"}
     assert {each.attempt for each in results.trials.values()} == {0}
 
 

@@ -86,7 +86,7 @@ def trained(server: RotatingS3, profile: Path) -> TrialResult:
 
 def require_undisturbed(results: pt.Results, server: RotatingS3) -> None:
     assert server.refused >= set(results.trials), "each trial has met a refusal"
-    assert {each.status for each in results.trials.values()} == {Status.FINISHED}
+    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert [each.attempt for each in results.trials.values()] == [1] * TRIALS
     assert [each.step for each in results.trials.values()] == [5] * TRIALS
 
@@ -132,7 +132,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
             searched(server, profile)
         server.accept("KEY2")
         results = searched(server, profile)
-    assert {each.status for each in results.trials.values()} == {Status.FINISHED}
+    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert results.errors == {}
     assert all(each.attempt >= 2 for each in results.trials.values()), "each goes on from what it had committed"
 
@@ -148,4 +148,4 @@ def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
             trained(server, profile)
         server.accept("KEY2")
         result = trained(server, profile)
-    assert (result.status, result.step) == (Status.FINISHED, 5)
+    assert (result.status, result.step) == (Status.COMPLETED, 5)

@@ -210,9 +210,9 @@ def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: P
     assert [str(each.status) for each in first.trials.values()] == ["errored"]
     (tmp_path / "mended").touch()
     again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
-    assert [str(each.status) for each in again.trials.values()] == ["finished"]
+    assert [str(each.status) for each in again.trials.values()] == ["completed"]
     rest = searched(local_target, trainable=Moody, **options)
-    assert [str(each.status) for each in rest.trials.values()] == ["finished"] * 3
+    assert [str(each.status) for each in rest.trials.values()] == ["completed"] * 3
 
 
 # ----------------------------------------------------------------------------------------------- warm start
@@ -344,12 +344,12 @@ def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying
     owner = both[outcomes.index(whole)]
     assert refused["error"] == "Superseded", refused
     assert f"pid {owner.pid}" in refused["message"]
-    assert whole["trials"] == {f"{number:05d}": "finished" for number in range(4)}
+    assert whole["trials"] == {f"{number:05d}": "completed" for number in range(4)}
     for each in both:
         each.require_no_leftovers()
     experiment = experiment_at(local_target, "both")
     assert sorted(owners_at(local_target, "both")) == sorted(each.pid for each in both)
-    assert [(each.status, each.step) for each in experiment.trials.values()] == [(Status.FINISHED, 20)] * 4
+    assert [(each.status, each.step) for each in experiment.trials.values()] == [(Status.COMPLETED, 20)] * 4
     assert start("alone", 0).wait(seconds=200)["trials"] == whole["trials"]
     alone = experiment_at(local_target, "alone")
     assert rows(alone) == rows(experiment)

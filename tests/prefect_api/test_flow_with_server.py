@@ -83,7 +83,7 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["statuses"] == ["finished"] * 3
+    assert said["statuses"] == ["completed"] * 3
     assert said["whole server loaded here"] is False
     assert sorted(name for _, name in trained(database) - before) == ["train 00000", "train 00001", "train 00002"]
     assert heartbeats(database) == heard

@@ -63,7 +63,7 @@ def test_trials_are_counted_by_state(search: Search) -> None:
     search.begins("0", "1", "2")
     search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, message="no"))
     state = search.tracker.state(1.0)
-    assert state.counts == {Status.FINISHED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
+    assert state.counts == {Status.COMPLETED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
 
 
 def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> None:
@@ -135,7 +135,7 @@ def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search)
     search.happens(ended)
     search.tracker.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON)
     assert [(each.trial, each.text, each.is_bad) for each in search.tracker.state(1.0).notes] == [
-        ("0", "finished: enough", False)
+        ("0", "completed: enough", False)
     ]
 
 

@@ -25,7 +25,7 @@ from prefect.settings import get_current_settings
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.notifications.prefect_events import (
     ExperimentFailed,
     ExperimentSuperseded,
@@ -96,7 +96,7 @@ class EventEmitter:
         before, self._experiment = self._experiment, experiment
         for trial in experiment.trials.values():
             was = before.trials.get(trial.trial)
-            if was is not None and was.status is Status.RUNNING and trial.status is Status.PENDING:
+            if was is not None and was.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
                 cause = trial.cause or Cause.MACHINE
                 ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
                 self._put(_Happened(ended, before, experiment))

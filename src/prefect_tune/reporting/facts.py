@@ -26,6 +26,7 @@ class TrialFacts:
 
     trial: str
     status: str
+    """A word of `Status`."""
     reason: str
     step: int
     metrics: Mapping[str, object]
@@ -91,6 +92,7 @@ class Facts:
     told_at: str
     trials_by_status: Mapping[str, int]
     trial_count: int
+    ended_count: int
     expected_trial_count: int | None
     best: Sequence[TrialFacts]
     """One trial; with several metrics the Pareto front; empty if no trial can be compared."""
@@ -107,11 +109,6 @@ class Facts:
     """Why the last run ended early; empty if the journal does not say."""
     is_whole: bool = True
     """Whether curves, times and costs cover the whole history."""
-
-    @property
-    def ended_count(self) -> int:
-        """The number of trials that have ended."""
-        return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
 
 
 def facts_of(report_input: ReportInput, links: Links) -> Facts:
@@ -131,6 +128,7 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         told_at=_at(report_input.now.isoformat()),
         trials_by_status=counted(state),
         trial_count=len(report_input.trials),
+        ended_count=sum(each.phase in ENDED for each in report_input.trials),
         expected_trial_count=report_input.expected,
         best=[say.trial(each) for each in report_input.best[:_TRIALS]],
         trials=[say.trial(each) for each in ranked[:_TRIALS]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from prefect_tune.core.experiment.ranking import (
     smallest_first,
     valid_scope,
 )
-from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.summary import counted, objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal.trial_journal import trial_today
@@ -177,7 +177,7 @@ class Results:
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         known = self._trial(trial)
-        if known.status not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
+        if known.phase not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
             with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
@@ -246,8 +246,7 @@ class Results:
             return read_reports(store, self.experiment)
 
     def __repr__(self) -> str:
-        statuses = Counter(str(each.status) for each in self.trials.values())
-        counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
         return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
 
 

@@ -202,7 +202,7 @@ def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[Non
 def resumable(state: Experiment) -> str:
     """Return a sentence: what can be resumed of an experiment, and how."""
     trials = list(state.trials.values())
-    open_ones = [each for each in trials if each.status not in ENDED]
+    open_ones = [each for each in trials if each.phase not in ENDED]
     saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
     again = "run it again, with Retry or under the same experiment name, to resume"
     if not open_ones:

@@ -49,7 +49,7 @@ def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeCho
     match choice.way:
         case "stop here":
             left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
-            return [] if trial.status in ENDED else [left]
+            return [] if trial.phase in ENDED else [left]
         case "other checkpoint":
             back = Requeued(trial=trial.trial, reason=f"it goes back to step {choice.checkpoint}, as was chosen")
             return [back, _copy(plan, state, trial, choice.checkpoint)]

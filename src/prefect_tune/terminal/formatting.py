@@ -65,7 +65,7 @@ def format_value(value: object) -> str:
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Return `7 finished, 2 errored`."""
+    """Return `7 completed, 2 errored`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 

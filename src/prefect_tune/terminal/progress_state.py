@@ -23,7 +23,8 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, with_report
+from prefect_tune.core.experiment.trial_status import status_label
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
@@ -129,7 +130,7 @@ class ProgressTracker:
                 self._rungs[report.step] += 1
             case _:
                 pass
-        if (note := _note_of(event, at)) is not None and not self._is_known(note):
+        if (note := _note_of(event, at, self._experiment)) is not None and not self._is_known(note):
             self._notes.append(note)
 
     def _reported(self, trial: str, report: StepReport) -> None:
@@ -152,8 +153,8 @@ class ProgressTracker:
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
         trials = list(experiment.trials.values())
         objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
-        running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
-        others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
+        running = [with_report(each, live.get(each.trial)) for each in trials if each.phase is Phase.RUNNING]
+        others = _best_first([each for each in trials if each.phase is not Phase.RUNNING], objective)
         return ProgressState(
             outlook=self._outlook,
             elapsed=elapsed,
@@ -187,7 +188,7 @@ class ProgressTracker:
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the comparable trials, the best first; without an objective, the last ones that ended."""
     if objective is None:
-        return [each for each in reversed(trials) if each.status in ENDED]
+        return [each for each in reversed(trials) if each.phase in ENDED]
     return [each for each, _ in ranked(trials, objective)]
 
 
@@ -198,16 +199,17 @@ def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], out
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
     """Return the share of the trial's training that is done, from 0 to 1."""
-    if trial.status in ENDED or trial.status is Status.PAUSED:
+    if trial.phase in ENDED or trial.phase is Phase.PAUSED:
         return 1.0
     step = max(trial.step, report.step if report else 0)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
 
 
-def _note_of(event: Event, at: datetime) -> Note | None:
+def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:
     match event:
         case Finished(trial=trial, reason=reason):
-            return Note(at, trial, f"finished: {first_line(reason)}")
+            ended = experiment.trial(trial)
+            return Note(at, trial, f"{status_label(ended.status, ended.step)}: {first_line(reason)}")
         case GaveUp(trial=trial, message=message):
             return Note(at, trial, f"errored: {first_line(message)}", is_bad=True)
         case AttemptEnded(trial=trial, cause=cause, message=message):

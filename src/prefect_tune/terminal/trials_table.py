@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefect_tune.core.experiment.trial_status import status_label
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells, visible
@@ -31,7 +32,7 @@ def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tup
     """Return column names and rows that are no wider than `width` if that is possible."""
     found: dict[str, list[str]] = {
         "trial": [each.trial for each in trials],
-        "status": [str(each.status) for each in trials],
+        "status": [status_label(each.status, each.step) for each in trials],
         "step": [str(each.step) for each in trials],
     }
     for name in metrics:

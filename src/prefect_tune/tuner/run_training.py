@@ -14,7 +14,7 @@ from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -67,7 +67,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         state = _trained(training, turn)
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
-    if trial.status is Status.ERRORED:
+    if trial.phase is Phase.ERRORED:
         raise TrialFailed(f"{state.name}: {trial.reason}")
     _say_what_is_not_saved(trial)
     return spec, trial
@@ -93,7 +93,7 @@ class _TrainingPlan:
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
         trial = state.trials.get(ONLY_TRIAL)
-        return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.spec, trial, self.stopper)
+        return trial is not None and trial.phase is Phase.FINISHED and has_had_enough(self.spec, trial, self.stopper)
 
 
 def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
@@ -185,7 +185,7 @@ def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experi
 
 
 def _is_finished(state: Experiment) -> bool:
-    return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).status is Status.FINISHED
+    return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).phase is Phase.FINISHED
 
 
 def _events_of(spec: TrialSpec) -> EventContext:
@@ -212,7 +212,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
 def _say_what_is_not_saved(trial: Trial) -> None:
     newest = newest_checkpoint(trial)
     saved = newest.step if newest else 0
-    if trial.status is Status.FINISHED and saved < trial.step:
+    if trial.phase is Phase.FINISHED and saved < trial.step:
         get_run_logger().warning(
             "the newest checkpoint is of step %d; the %d steps after it were reported, but not saved",
             saved,

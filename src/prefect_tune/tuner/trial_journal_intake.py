@@ -8,7 +8,7 @@ from datetime import timedelta
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import Absorbed, Event, Opened
 from prefect_tune.core.events.journal_entry import Entry
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.local.staging import transfer_pool
@@ -67,7 +67,7 @@ class TrialJournalMerger:
             Superseded: a newer owner of the experiment has opened the trial.
         """
         state = self._pending_entry.state
-        if state.trial(trial).status is Status.RUNNING:
+        if state.trial(trial).phase is Phase.RUNNING:
             owner = current_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
             open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
             self.catch_up(trial)

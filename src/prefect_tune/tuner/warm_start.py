@@ -10,7 +10,7 @@ from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.events.experiment_events import Learned, Lesson
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.models import StepReport, canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
@@ -97,7 +97,7 @@ def _learned_in(journal_writer: JournalWriter, number: int) -> Iterator[Learned]
 
 def _lessons(state: Experiment) -> Iterator[Lesson]:
     for trial in state.trials.values():
-        if trial.status is Status.FINISHED and trial.step:
+        if trial.phase is Phase.FINISHED and trial.step:
             yield _lesson(trial)
 
 

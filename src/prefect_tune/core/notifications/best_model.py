@@ -45,7 +45,7 @@ class BestSoFar:
     def _all_of(self, trial: Trial) -> Iterator[Losses]:
         if self._objective is None:
             return
-        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
+        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.phase in ENDED else [])
         for metrics in reported:
             if (losses := losses_in(metrics, self._objective)) is not None:
                 yield losses
