@@ -9,6 +9,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
 from prefect_tune.tasks import attempt_supervisor as outcomes
 
@@ -37,7 +38,7 @@ def state_of(outcome: outcomes.Outcome, trial: str) -> State[Any]:
             assert_never(outcome)
 
 
-def _as_decided(end: outcomes.EndOfAttempt, reason: str, trial: str) -> State[Any]:
+def _as_decided(end: EndOfAttempt, reason: str, trial: str) -> State[Any]:
     match end:
         case "pruned":
             return Completed(name="Pruned", message=first_line(reason))

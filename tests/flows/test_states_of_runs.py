@@ -27,8 +27,9 @@ BREAKS_BELOW = pt.sample_from(lambda config: config["x"] < 0.07)
 def searched(target: LocalTarget, xs: Sequence[float], **options: Any) -> Results:
     """Search these values of `x`, one after the other."""
     space = {"x": pt.grid_search(xs), "breaks": BREAKS_BELOW, **options.pop("also", {})}
-    common: Mapping[str, Any] = {"target": target, "experiment": NAME, "metric": "loss", "max_concurrent_trials": 1}
-    results: Results = pt.tune(Fragile, space, **common, **{"stop": {"step": 4}, "isolation": "thread", **options})
+    common: Mapping[str, Any] = {"target": target, "experiment": NAME, "num_samples": 1, "max_concurrent_trials": 1}
+    defaults: Mapping[str, Any] = {"metric": "loss", "stop": {"step": 4}, "isolation": "thread"}
+    results: Results = pt.tune(Fragile, space, **common, **{**defaults, **options})
     return results
 
 
@@ -63,8 +64,8 @@ def test_attempts_end_completed_pruned_or_failed_with_the_reason_and_the_search_
     require_states(
         run_of(results),
         {
-            "train 00000 · attempt 1": ("Completed", "step 4"),
-            "train 00001 · attempt 1": ("Pruned", "loss 0.9 at step 1"),
+            "train 00000 · attempt 1": ("Completed", "step = 4 reached 4"),
+            "train 00001 · attempt 1": ("Pruned", "loss = 0.9 at step 1"),
             "train 00002 · attempt 1": ("Failed", "ArithmeticError: x is too large: 0.05"),
         },
     )
@@ -101,7 +102,7 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
 def test_an_attempt_whose_metric_cannot_be_compared_ends_failed(local_target: LocalTarget) -> None:
     with pytest.raises(pt.SearchFailed) as failed:
         searched(local_target, [0.1], scheduler=HALF, metric="accuracy")
-    require_states(run_of(failed.value.results), {"train 00000 · attempt 1": ("Failed", "trial 00000, step 1")})
+    require_states(run_of(failed.value.results), {"train 00000 · attempt 1": ("Failed", "")})
 
 
 # -------------------------------------------------------------------------------------- a search of errors only
@@ -120,11 +121,12 @@ def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(l
 def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalTarget) -> None:
     with pytest.raises(pt.SearchFailed):
         searched(local_target, [0.05])
-    state = pt.resume(NAME, target=local_target, trainable=Fragile, space={"x": 0.05}, return_state=True)
+    again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
+    state = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
     assert state.is_failed()
     assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
-    again = pt.resume(NAME, target=local_target, trainable=Fragile, num_samples=2, space={"x": 0.1})
-    assert len(again.trials) == 2
+    more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
+    assert [str(each.status) for each in more.trials.values()] == ["errored", "finished"]
 
 
 # ----------------------------------------------------------------------------------------- what a kill leaves
@@ -157,7 +159,9 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
     owner = owners_at(local_target, NAME)[second.pid]
     message = f"superseded: {owner.name} (pid {owner.pid} on {owner.host}, flow run {owner.flow_run}) took over"
     require_states(dead, dict.fromkeys(running, ("Crashed", message)))
-    require_states(str(owner.flow_run), {f"train {name} · attempt 2": ("Completed", "step 5") for name in names})
+    require_states(
+        str(owner.flow_run), {f"train {name} · attempt 2": ("Completed", "step = 5 reached 5") for name in names}
+    )
 
 
 # -------------------------------------------------------------------------------------------- what the log says
@@ -176,7 +180,7 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert "trial 00001 begins: x 0.9, breaks False" in said
     for start in (
         "trial 00000 completed at step 4, loss 0.1: ",
-        "trial 00001 pruned at step 1, loss 0.9: ",
+        "trial 00001 pruned at step 1: loss = 0.9 at step 1: ",
         "trial 00002 errored at step 1, loss 0.05: failure 1 of the trainable (max_failures=0): ArithmeticError",
     ):
         assert sum(each.startswith(start) for each in said) == 1, said

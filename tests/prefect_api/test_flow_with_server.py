@@ -91,7 +91,9 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["statuses"] == ["finished"] * 3
     assert said["whole server loaded here"] is False
-    assert sorted(name for _, name in trained(database) - before) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
+    assert sorted(name for _, name in trained(database) - before) == [
+        f"train 0000{trial} · attempt 1" for trial in range(3)
+    ]
     assert "telemetry" not in done.stderr
     assert telemetry_sessions(database) == 0
     assert heartbeats(database) == heard

@@ -93,12 +93,14 @@ class SearchLog:
     def _ended(self, end: str, reason: str, trial: Trial, experiment: str) -> str:
         key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
         saved = f"checkpoint of step {key.step}: {below(self._uri, key.folder)}" if key else "no checkpoint"
-        metrics = self._metrics_of(trial)
+        metrics = self._metrics_of(trial, reason)
         at = f"at step {trial.step}{f', {metrics}' if metrics else ''}" if trial.step else "before its first step"
         return f"{end} {at}: {first_line(reason)}; {saved}"
 
-    def _metrics_of(self, trial: Trial) -> str:
+    def _metrics_of(self, trial: Trial, reason: str) -> str:
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
+        if any(f"{name} = " in reason for name in names):
+            return ""  # the reason of a scheduler gives them
         found = {name: metric_in(trial.metrics, name) for name in names}
         return ", ".join(f"{name} {format_value(value)}" for name, value in found.items() if value is not None)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 __all__ = ["Log", "TrialLog", "TrialOutput"]
 
@@ -28,11 +28,11 @@ _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry 
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
 
 
-class TrialLog(logging.LoggerAdapter[Log]):
+class TrialLog(logging.LoggerAdapter[logging.Logger]):
     """A log that begins each message with the trial's name: the log of a flow run shows many trials."""
 
     def __init__(self, log: Log, trial: str) -> None:
-        super().__init__(log)
+        super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
         self._trial = trial
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
