@@ -13,6 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results.results import Results
+from tests.fakes.failed_searches import results_of_failed
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run
@@ -69,7 +70,7 @@ def test_attempts_end_completed_pruned_or_failed_with_the_reason_and_the_search_
             "train 00002 · attempt 1": ("Failed", "ArithmeticError: x is too large: 0.05"),
         },
     )
-    state, _ = state_of_flow_run(owners_at(local_target, NAME).popitem()[1])
+    state, _ = state_of_flow_run(next(iter(owners_at(local_target, NAME).values())))
     assert state == "Completed"
 
 
@@ -100,9 +101,8 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
 
 @pytest.mark.usefixtures("prefect_server")
 def test_an_attempt_whose_metric_cannot_be_compared_ends_failed(local_target: LocalTarget) -> None:
-    with pytest.raises(pt.SearchFailed) as failed:
-        searched(local_target, [0.1], scheduler=HALF, metric="accuracy")
-    require_states(run_of(failed.value.results), {"train 00000 · attempt 1": ("Failed", "")})
+    results = results_of_failed(lambda: searched(local_target, [0.1], scheduler=HALF, metric="accuracy"))
+    require_states(run_of(results), {"train 00000 · attempt 1": ("Failed", "")})
 
 
 # -------------------------------------------------------------------------------------- a search of errors only
@@ -112,8 +112,10 @@ def test_an_attempt_whose_metric_cannot_be_compared_ends_failed(local_target: Lo
 def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(local_target: LocalTarget) -> None:
     with pytest.raises(pt.SearchFailed, match=r"all 2 trials errored; the first, 00000: .*ArithmeticError") as failed:
         searched(local_target, [0.05, 0.06])
-    assert list(failed.value.results.errors) == ["00000", "00001"]
-    state, message = state_of_flow_run(owners_at(local_target, NAME).popitem()[1])
+    results = failed.value.results
+    assert isinstance(results, Results)
+    assert list(results.errors) == ["00000", "00001"]
+    state, message = state_of_flow_run(next(iter(owners_at(local_target, NAME).values())))
     assert (state, message) == ("Failed", str(failed.value))
 
 
@@ -177,7 +179,7 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert any(each.startswith("space: x grid_search([0.1, 0.9, 0.05]), breaks ") for each in said)
     assert any(each.startswith("scheduler: ASHA(max_t=4") and each.endswith("; loss (min)") for each in said)
     assert "slots: 1 trial at once on this machine" in said
-    assert "trial 00001 begins: x 0.9, breaks False" in said
+    assert "trial 00001 begins: breaks False, x 0.9" in said
     for start in (
         "trial 00000 completed at step 4, loss 0.1: ",
         "trial 00001 pruned at step 1: loss = 0.9 at step 1: ",
