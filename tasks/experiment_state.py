@@ -21,7 +21,7 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.events.experiment_events import Event, Owner
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, digest_of
@@ -32,6 +32,7 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.task_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
+from prefect_tune.tasks.dead_attempts import settle_dead_attempts
 
 __all__ = [
     "Opening",
@@ -120,12 +121,13 @@ def _opened(
     store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
 ) -> Experiment:
     said: Sequence[Event] | None = None
+    before = nothing_yet(key)
 
     def also(found: Experiment) -> Sequence[Event]:
-        nonlocal said
+        nonlocal said, before
         if found.owner is not None and opening.owner.is_behind(found.owner):
             raise _BehindError(f"{key}: these orders have been replaced by newer ones, which {found.owner} carries out")
-        said = opening.also(found)
+        said, before = opening.also(found), found
         return said
 
     try:
@@ -136,6 +138,7 @@ def _opened(
             _hear_again(store, opened, opening.listener, transfers)
         else:
             opening.listener([opened.opened_by(), *said], opened)
+        settle_dead_attempts(before, opening.owner)
         if opened.settled_from == opened.opened_at:
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)

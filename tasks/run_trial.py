@@ -7,8 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from prefect import task
+from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
@@ -33,15 +35,18 @@ from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.prefect_api.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log, trial_in_place
+from prefect_tune.supervisor.process_output import TrialLog
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.task_retries import RETRYING, retrying_refusals, skip_prefect_introspection
+from prefect_tune.tasks.attempt_states import state_of
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
@@ -65,12 +70,15 @@ class AttemptResult:
     experiment: Experiment
 
 
-@task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> AttemptResult:
+@task(name=RUN_TRIAL, task_run_name="train {plan.trial.trial} · attempt {request.attempt}", **RETRYING)
+def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
     hands over is persisted, then committed, then acknowledged to it.
+
+    The task run ends in the returned state, which tells people how the attempt ended: Completed, Pruned, Paused,
+    Interrupted or Failed, with the reason. The journal decides what follows.
 
     Args:
         plan: the specification of the trial.
@@ -83,8 +91,29 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Att
         ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    with retrying_refusals(), closing(link), holding_concurrency_limits(plan.concurrency_limits, link.stop):
-        return _attempt(plan, request, link, get_run_logger())
+    log = _log_of(plan)
+    with (
+        quiet_inner_tasks(),
+        retrying_refusals(),
+        closing(link),
+        holding_concurrency_limits(plan.concurrency_limits, link.stop),
+    ):
+        ended = _attempt(plan, request, link, log)
+    _log_traceback(ended, plan, log)
+    return state_of(ended.outcome, plan.trial.trial)
+
+
+def _log_of(plan: TrialSpec) -> Log:
+    """Return the log of the task run; each message of a search's trial names the trial."""
+    log = get_run_logger()
+    return TrialLog(log, plan.trial.trial) if plan.apart else log
+
+
+def _log_traceback(ended: AttemptResult, plan: TrialSpec, log: Log) -> None:
+    """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown."""
+    outcome = ended.outcome
+    if isinstance(outcome, Failed) and outcome.cause is not Cause.PREEMPTED and "\n" in outcome.message.strip():
+        log.error("attempt %d failed: %s", ended.experiment.trial(plan.trial.trial).attempt, outcome.message.strip())
 
 
 def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
@@ -283,8 +312,7 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
     """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
     if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
-            "trial %s: no checkpoint was committed: its %s trained again; save%s",
-            trial.trial,
+            "no checkpoint was committed: its %s trained again; save%s",
             plural(trial.step, "step is", "steps are"),
             ", or use ASHA(variant='stopping')" if trial.phase is Phase.PAUSED else " now and then",
         )

@@ -94,6 +94,8 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     page.confirm(page.act("Retry"), "Retry")
     page.shows("Completed")
     ui.picture("6-retried")
+    page.attempts("Crashed")
+    ui.picture("6-attempts-of-the-killed-process")
 
     assert installation.runs().keys() == before
     assert installation.run(run).run_count == 2
@@ -112,6 +114,9 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     page.shows("Cancelled")
     page.logs("resumable")
     ui.picture("7-cancelled")
+    page.attempts("Interrupted")
+    page.shows("Failed")
+    ui.picture("7-attempts-interrupted-and-failed")
     whole, broken = search.trials().values()
     assert (broken.status, broken.attempt) == (Status.ERRORED, 1)
     saved = newest_checkpoint(whole)

@@ -145,7 +145,7 @@ def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
             tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
             return [run.name for run in client.read_task_runs(task_run_filter=tagged)]
 
-    until(lambda: names() == ["train 00000"], seconds=60, what=lambda: str(names()))
+    until(lambda: names() == ["train 00000 · attempt 1"], seconds=60, what=lambda: str(names()))
 
 
 # ------------------------------------------------------------------------------------------- other task runners

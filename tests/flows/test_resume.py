@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
+from tests.fakes.failed_searches import results_of_failed
 from tests.fakes.processes import free_port
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
@@ -206,7 +207,7 @@ def test_a_target_that_cannot_be_reached_is_an_error_and_its_state_is_nowhere_el
 def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "neither"]), "until": str(tmp_path / "mended")}
     options: dict[str, Any] = {"space": space, "metric": "loss", "num_samples": 1}
-    first = searched(local_target, trainable=Moody, fail_fast=True, **options)
+    first = results_of_failed(lambda: searched(local_target, trainable=Moody, fail_fast=True, **options))
     assert [str(each.status) for each in first.trials.values()] == ["errored"]
     (tmp_path / "mended").touch()
     again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)

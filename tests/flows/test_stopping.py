@@ -20,6 +20,7 @@ from prefect_tune.core.journal.journal import append
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
 from prefect_tune.tuner.send_stop_request import StopOutcome, stop
+from tests.fakes.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.moody import Moody
@@ -234,7 +235,8 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
 
 def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
     policy = pt.FailurePolicy(max_failures=5)
-    missing = pt.tune("tests.trainables.moody:Gone", {}, target=target, experiment="e", num_samples=1, failures=policy)
+    gone: dict[str, Any] = {"target": target, "experiment": "e", "num_samples": 1, "failures": policy}
+    missing = results_of_failed(lambda: pt.tune("tests.trainables.moody:Gone", {}, **gone))
     (trial,) = missing.trials.values()
     assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 

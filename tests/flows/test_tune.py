@@ -10,6 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
+from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -63,7 +64,7 @@ def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: P
 
 def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "not either"])}
-    results = searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1)
+    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
     assert statuses(results) == ["errored"]
     assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
 
@@ -72,7 +73,8 @@ def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: 
 def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_error(
     trainable: Any, metric: str, tmp_path: Path
 ) -> None:
-    results = searched(tmp_path, trainable, metric=metric, stop=None, scheduler=pt.ASHA(max_t=9))
+    asha: dict[str, Any] = {"metric": metric, "stop": None, "scheduler": pt.ASHA(max_t=9)}
+    results = results_of_failed(lambda: searched(tmp_path, trainable, **asha))
     assert statuses(results) == ["errored"]
     assert f"'{metric}'" in results.errors["00000"]
 

@@ -26,7 +26,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
 from prefect_tune.executors.remote_link import StoreLink
-from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.executors.trial_executor import attempt_of, error_of
 from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
@@ -53,10 +53,16 @@ class TaskRunnerLauncher:
     def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         with self._reserving():
-            return attempt_of(plan).submit(plan, request, link).result
+            future = attempt_of(plan).submit(plan, request, link)
+        return lambda: _raise(error_of(future))
 
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:

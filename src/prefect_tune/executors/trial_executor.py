@@ -10,17 +10,19 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
 
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
-from prefect_tune.tasks.run_trial import AttemptResult, run_trial
+from prefect_tune.tasks.run_trial import run_trial
 
 __all__ = [
     "AttemptExited",
@@ -30,6 +32,7 @@ __all__ = [
     "TrialExecutor",
     "attempt_of",
     "call_attempt",
+    "error_of",
     "have_ended",
     "submit_attempt",
 ]
@@ -57,13 +60,13 @@ class RemoteAttemptStarted:
 Message: TypeAlias = TrialMessage | AttemptExited | RemoteAttemptStarted
 
 
-def attempt_of(plan: TrialSpec) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
+def attempt_of(plan: TrialSpec) -> Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]:
     """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
     return _tagged(plan.tags)
 
 
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
-def _tagged(tags: tuple[str, ...]) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
+def _tagged(tags: tuple[str, ...]) -> Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]:
     return run_trial.with_options(retries=0, tags=tags)
 
 
@@ -129,7 +132,7 @@ def submit_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, e
     future = attempt_of(plan).submit(
         skip_prefect_introspection(plan), skip_prefect_introspection(request), skip_prefect_introspection(link)
     )
-    future.add_done_callback(lambda done: ended(_error_of(done)))
+    future.add_done_callback(lambda done: ended(error_of(done)))
     return future
 
 
@@ -216,11 +219,13 @@ class LocalExecutor:
         return replace(request, environment={**request.environment, **self._environments[self._places[trial]]})
 
 
-def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:
+def error_of(future: PrefectFuture[Any]) -> BaseException | None:
+    """Wait for an attempt's task; return the error that it raised, None if it returned the state of its end."""
     try:
         future.wait()
-        if not future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
-            future.result()
+        if future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
+            return None
+        found = future.result(raise_on_failure=False)
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         return error
-    return None
+    return found if isinstance(found, BaseException) and not isinstance(found, TrialFailed) else None

@@ -21,6 +21,7 @@ from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
 from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.progress import progress
+from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import StepReported
@@ -63,6 +64,7 @@ class Subscribers:
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
         checks = [MetricCheck(self._search.objective, log)] if self._search.objective else []
+        lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
         callbacks.start(journal_writer.experiment)
         try:
             with (
@@ -70,7 +72,7 @@ class Subscribers:
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
-                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *checks])
+                yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)

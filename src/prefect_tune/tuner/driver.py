@@ -242,7 +242,7 @@ class Driver:
             decision = self._decided(step.trial, step.report)
         except BadMetric as error:
             self._broken[step.trial] = str(error)
-            leave = Leave(reason=str(error), save=False, for_good=False)
+            leave = Leave(reason=str(error), save=False, for_good=False, end="errored")
             self._pending_entry.then(lambda: self._executor.answer(step.trial, leave, step.report.step))
             return
         answer = self._answer(step.trial, decision)
@@ -267,8 +267,8 @@ class Driver:
                     self._put(Resumed(trial=trial))
                     return self._go_on(trial)
                 return Leave(reason=reason, save=True, for_good=False)
-            case Stop(reason=reason):
-                return Leave(reason=reason, save=self._plan.cadence.at_end, for_good=True)
+            case Stop(reason=why, early=early):
+                return Leave(reason=why, save=self._plan.cadence.at_end, for_good=True, end="pruned" if early else None)
             case Exploit(reason=reason):
                 return Leave(reason=reason, save=False, for_good=False)
             case never:

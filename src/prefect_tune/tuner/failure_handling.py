@@ -17,6 +17,7 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.models import first_line
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -43,7 +44,7 @@ class FailureHandler:
         """The checkpoints that the next attempt of a trial is to quarantine."""
 
     def failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
-        """Log the failure of an attempt, and retry the trial or give it up.
+        """Retry the trial of a failed attempt, which is logged, or give it up.
 
         Raises:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed by this error, and the budget of machine
@@ -51,10 +52,9 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
-        if not trial.apart:
-            self._log.warning("attempt %d: %s: %s", trial.attempt, cause, trial.reason)
-        elif not (self._stopping.ends and cause is Cause.PREEMPTED):
-            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
+        if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
+            name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
+            self._log.warning("%sattempt %d failed (%s), and is tried again: %s", name, trial.attempt, cause, why)
         self.retry_or_give_up(trial.trial, cause)
 
     def retry_or_give_up(self, trial: str, cause: Cause) -> None:
@@ -64,7 +64,8 @@ class FailureHandler:
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                self._log.error("%sa checkpoint is quarantined: %s", f"trial {trial}: " if state.apart else "", reason)
+                name = f"trial {trial}: " if state.apart else ""
+                self._log.error("%sa checkpoint is quarantined: %s", name, first_line(reason))
                 aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.put_aside[trial] = (aside,)
                 self._startable.append(trial)
@@ -95,7 +96,7 @@ class FailureHandler:
         before, had = self._lost.get(trial, (0, saved))
         count = 1 if saved > had else before + 1
         self._lost[trial] = (count, saved)
-        self._log.warning("trial %s: attempt lost: %s", trial, why)
+        self._log.warning("trial %s: attempt lost: %s", trial, first_line(why))
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
@@ -107,4 +108,5 @@ class FailureHandler:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""
         self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
         if self._limits.options.fail_fast:
-            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")
+            why = first_line(message)
+            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {why}")

@@ -17,6 +17,7 @@ from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
@@ -27,11 +28,13 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.training_request import storable_config
+from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -51,12 +54,18 @@ from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 __all__ = ["trained"]
 
 
-def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
+def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
 
     Returns:
-        its specification, and its state. Raises what `durable_trainable` raises.
+        its specification, and its state; the error of a trial whose budget is spent. Raises what
+        `durable_trainable` raises otherwise.
     """
+    with quiet_inner_tasks():
+        return _trained_in_turns(plan, config)
+
+
+def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
     stopper = _of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
@@ -68,7 +77,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
-        raise TrialFailed(f"{state.name}: {trial.reason}")
+        return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     _say_what_is_not_saved(trial)
     return spec, trial
 
@@ -139,7 +148,7 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
-    observers = ObserverGroup([emitter, reporter])
+    observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter])
     with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)

@@ -128,7 +128,8 @@ class _Asking:
         """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
         if state.settings.get("trials") != "deployment":
             return
-        said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
+        leave = Leave(reason=self._reason, save=True, for_good=True, end="interrupted")
+        said = leave if self._trial else StopAndSave()
         for name in [self._trial] if self._trial else list(state.trials):
             key = TrialKey(experiment=self._name, trial=name)
             if name not in self._sent_to and state.trial(name).phase not in ENDED:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from prefect_tune.cli.look.show import show_search
 from prefect_tune.cli.shared.app import WrongUsage
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.results.results import Results
@@ -57,10 +57,18 @@ def search_in_this_process(search: Callable[[], Results], again: str, *, as_json
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
     with _short_errors(again):
-        results = search()
+        results = _results_of(search)
     show_search(results.experiment, as_json=as_json)
     if results.errors:
         raise typer.Exit(_SOME_ERRORED)
+
+
+def _results_of(search: Callable[[], Results]) -> Results:
+    """Return the results also of a search in which every trial errored: they show the errors."""
+    try:
+        return search()
+    except SearchFailed as failed:
+        return cast("Results", failed.results)
 
 
 @contextmanager

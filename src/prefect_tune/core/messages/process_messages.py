@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.models import StepReport, Value, without_none
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "READY",
     "Broke",
     "CheckpointSaved",
+    "EndOfAttempt",
     "FromTrial",
     "GoOn",
     "ImportRequest",
@@ -138,6 +139,10 @@ class GoOn(Value):
     milestone: int | None
 
 
+EndOfAttempt: TypeAlias = Literal["pruned", "interrupted", "errored"]
+"""How an attempt that has to leave ends, if its trial neither completed nor just paused."""
+
+
 class Leave(Value):
     """End now: the answer at a milestone, or without having been asked."""
 
@@ -147,6 +152,13 @@ class Leave(Value):
     """Whether to save the state first, if the trainable can save it at any step."""
     for_good: bool
     """True: the trial is finished. False: it is paused."""
+    end: EndOfAttempt | None = None
+    """How the attempt is shown to have ended; None for a trial that completed (`for_good`) or paused."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset_end(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out `end` where it is None, as in answers written before this field existed."""
+        return without_none(dump(self), "end")
 
 
 class TrainableLoaded(Value):
