@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.monitoring.artifact_publisher import REFRESH_PERIOD, ArtifactContent, ArtifactPublisher, artifact_key
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
@@ -29,6 +29,7 @@ from prefect_tune.retry_policy import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
 _TIMEOUT = timedelta(minutes=5)
@@ -102,7 +103,10 @@ class Reporter:
             experiment = self._experiment
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(report_input_of(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
+        found = report_input_of(
+            experiment, self._view, uri=uri, now=now, expected=expected, age=_age_of(experiment, now)
+        )
+        page = page_of(found, link_to)
         key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
@@ -190,6 +194,13 @@ def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
         raise
     finally:
         reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+
+def _age_of(experiment: Experiment, now: datetime) -> str:
+    """Return the time of the report in words; empty if no trial runs, since then it does not change."""
+    if not any(each.status is Status.RUNNING for each in experiment.trials.values()):
+        return ""
+    return f"{now:%H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

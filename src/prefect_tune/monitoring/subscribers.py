@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
@@ -20,6 +20,7 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
 from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -45,12 +46,14 @@ class Subscribers:
         *,
         in_terminal: bool,
         news: EventContext,
+        live_period: timedelta | None,
     ) -> None:
         self._target = target
         self._outlook = outlook
         self._in_terminal = in_terminal
         self._search = search
         self._news = news
+        self._live_period = live_period
         self._callbacks = callbacks
 
     @contextmanager
@@ -69,8 +72,9 @@ class Subscribers:
                 reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+                closing(LiveStatusObserver(self._target, journal_writer.experiment, self._live_period)) as live,
             ):
-                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *checks])
+                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, live, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)

@@ -72,6 +72,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+        ("as of", facts.age),
         ("ended early", _clipped(first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
@@ -167,6 +168,8 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     yield "trial", [_linked(each.trial, each.run) for each in trials]
     yield "status", [f"{_SIGN[each.status]} {each.status}" for each in trials]
     yield "step", [str(each.step) for each in trials]
+    if any(each.host for each in trials):
+        yield "host", [_clipped(each.host or "") for each in trials]
     for metric in facts.metric:
         yield metric, [_clipped(_value(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]

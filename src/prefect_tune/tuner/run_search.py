@@ -177,6 +177,7 @@ def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
         outlook,
         in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
         news=EventContext(place, objective, budgets, sync.sync_period, this_run()),
+        live_period=sync.live_period,
     )
 
 

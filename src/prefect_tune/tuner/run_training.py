@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 from prefect.logging import get_run_logger
@@ -27,6 +27,7 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
@@ -139,8 +140,9 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
-    observers = ObserverGroup([emitter, reporter])
-    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
+    live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
+    observers = ObserverGroup([emitter, reporter, live])
+    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), closing(live):
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))
