@@ -28,7 +28,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
         attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()
-    link = StoreLink(plan.target, plan.trial, attempt)
+    link = StoreLink(plan.target, plan.trial, attempt, plan.sync.live_period)
     request = request_from(orders)
     found = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
     match found.outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -26,6 +28,7 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
+from prefect_tune.supervisor import live_status_publisher
 from prefect_tune.supervisor.search_link import StepReported
 
 AT = "2026-11-23T01:00:00+00:00"
@@ -111,4 +114,23 @@ def test_a_trial_that_has_ended_is_not_among_them(end: Event, told: Told) -> Non
 def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(told: Told) -> None:
     told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
     next_run = LiveStatusObserver(told.target, told.experiment, None)
-    assert next_run._running() == (1, [RunningTrial(trial="a", attempt=1)])
+    assert next_run._running() == (told.experiment, [RunningTrial(trial="a", attempt=1)])
+
+
+@pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])
+def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
+    error: TuneError, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
+    written = Path(told.target.path, "e", "live")
+
+    def searches() -> None:
+        with told.observer:
+            told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+            while not list(written.glob("*.json")):
+                time.sleep(0.005)  # the test's timeout ends it
+            raise error
+
+    with pytest.raises(type(error)):
+        searches()
+    assert bool(list(written.glob("*.json"))) is not isinstance(error, Superseded)

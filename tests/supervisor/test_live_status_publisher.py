@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.messages.live_status import RunningTrial, newest_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.supervisor import live_status_publisher
@@ -18,6 +19,7 @@ from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 
 KEY = JournalKey(experiment="e")
 OFTEN = timedelta(milliseconds=5)
+STATE = nothing_yet(KEY).model_copy(update={"epoch": 3})
 TRIAL = RunningTrial(trial="a", attempt=1)
 
 
@@ -30,7 +32,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def publisher(period: timedelta | None, running: Sequence[RunningTrial]) -> LiveStatusPublisher:
-    return LiveStatusPublisher(BucketTarget(name="live"), KEY, period, lambda: (3, list(running)))
+    return LiveStatusPublisher(BucketTarget(name="live"), KEY, period, lambda: (STATE, list(running)))
 
 
 def until(holds: Callable[[], object]) -> None:

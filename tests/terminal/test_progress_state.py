@@ -154,3 +154,20 @@ def test_nothing_takes_longer_than_the_time_budget() -> None:
     search.happens(Finished(trial="0", reason="enough"))
     assert search.tracker.state(10.0).left == timedelta(seconds=20)
     assert search.tracker.state(40.0).left == timedelta(0)
+
+
+def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_count_when_they_arrive(
+    search: Search,
+) -> None:
+    search.begins("0")
+    search.tracker.latest("0", report(9, 0.1), 5.0)
+    state = search.tracker.state(10.0)
+    assert [(each.step, each.metrics) for each in state.running] == [(9, {"loss": 0.1})]
+    assert state.best.trial == "0"
+    assert state.reports_per_second == 0
+    for step in range(1, 10):
+        search.reports("0", step, 1 / step)
+    assert search.tracker.state(10.0).reports_per_second == pytest.approx(0.9)
+    search.happens(Finished(trial="0", reason="enough"))
+    search.tracker.latest("1", report(9, 0.1), 5.0)
+    assert not search.tracker.state(10.0).running

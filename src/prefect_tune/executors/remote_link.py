@@ -18,10 +18,11 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import supervised_process
-from prefect_tune.supervisor.search_link import Answer
+from prefect_tune.supervisor.search_link import Answer, StepReported
 
 __all__ = ["StoreLink"]
 
@@ -40,17 +41,21 @@ class StoreLink:
 
     reads_journal = True
 
-    def __init__(self, target: StorageTarget, trial: TrialKey, attempt: int) -> None:
+    def __init__(
+        self, target: StorageTarget, trial: TrialKey, attempt: int, live_period: timedelta | None = None
+    ) -> None:
+        """Args: live_period: how often the attempt publishes its newest report, which its journal has later."""
         self._target = target
         self._trial = trial
         self._attempt = attempt
+        self._live_period = live_period
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int]:
-        return self._target, self._trial, self._attempt
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None]:
+        return self._target, self._trial, self._attempt, self._live_period
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int]) -> None:
-        self._target, self._trial, self._attempt = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None]) -> None:
+        self._target, self._trial, self._attempt, self._live_period = state
         self._open()
 
     def _open(self) -> None:
@@ -60,6 +65,8 @@ class StoreLink:
         self._closed = threading.Event()
         self._was_told = False
         self._warned = ""
+        self._live: LiveStatusObserver | None = None
+        self._journal: Experiment | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
@@ -75,19 +82,26 @@ class StoreLink:
         threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
+        if self._live is not None and self._journal is not None:
+            self._live.reported(StepReported(self._trial.trial, report, asks), self._journal)
         if asks:
             self._asked = report.step
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
-        del experiment
+        self._journal = experiment
+        if self._live is None:
+            self._live = LiveStatusObserver(self._target, experiment, self._live_period)
         for event in events:
+            self._live.happened(event, experiment)
             if isinstance(event, Started):
                 self._attempt = event.attempt
 
     def close(self) -> None:
-        """Stop polling for answers."""
+        """Stop polling for answers, and publishing."""
+        if self._live is not None:
+            self._live.close()
         self._closed.set()
         self._asks.set()
 

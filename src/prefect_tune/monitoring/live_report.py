@@ -66,6 +66,11 @@ class Reporter:
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
         self._note(step, experiment)
 
+    def latest(self, newest: search_link.LatestReport) -> None:
+        with self._guard:
+            self._history.add_latest(newest.trial, newest.report)
+        self._publisher.stir()
+
     def wrote(self, experiment: Experiment) -> None:
         with self._guard:
             if experiment.number >= self._experiment.number:

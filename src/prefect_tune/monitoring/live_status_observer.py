@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Self
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -24,7 +26,7 @@ from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.supervisor.live_status_publisher import LiveStatusPublisher
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 __all__ = ["LiveStatusObserver"]
 
@@ -53,8 +55,22 @@ class LiveStatusObserver:
         with self._guard:
             self._report(step.trial, step.report, new_write_id().at)
 
+    def latest(self, newest: LatestReport) -> None:
+        with self._guard:
+            self._report(newest.trial, newest.report, newest.at)
+
     def wrote(self, experiment: Experiment) -> None:
         del experiment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop publishing. After `Superseded` another process publishes: then what this one wrote is deleted."""
+        if kind is not None and issubclass(kind, Superseded):
+            with self._guard:
+                self._attempts.clear()
+        self.close()
 
     def close(self) -> None:
         """Stop publishing; waits at most 1 s for the target."""
@@ -92,10 +108,10 @@ class LiveStatusObserver:
         self._attempts.pop(trial, None)
         self._reports.pop(trial, None)
 
-    def _running(self) -> tuple[int, Sequence[RunningTrial]]:
+    def _running(self) -> tuple[Experiment, Sequence[RunningTrial]]:
         with self._guard:
-            attempts, reports, epoch = list(self._attempts.values()), dict(self._reports), self._experiment.epoch
-        return epoch, [_with_report(each, reports.get(each.trial)) for each in attempts]
+            experiment, attempts, reports = self._experiment, list(self._attempts.values()), dict(self._reports)
+        return experiment, [_with_report(each, reports.get(each.trial)) for each in attempts]
 
 
 def _with_report(attempt: RunningTrial, newest: tuple[StepReport, str] | None) -> RunningTrial:

@@ -41,6 +41,9 @@ class Progress:
         self._tracker.reported(step.trial, step.report, experiment, time.monotonic())
         self._log_now_and_then()
 
+    def latest(self, newest: search_link.LatestReport) -> None:
+        self._tracker.latest(newest.trial, newest.report, time.monotonic())
+
     def wrote(self, experiment: Experiment) -> None:
         del experiment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
@@ -25,7 +25,7 @@ from prefect_tune.monitoring.progress import progress
 from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 
@@ -72,7 +72,7 @@ class Subscribers:
                 reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
-                closing(LiveStatusObserver(self._target, journal_writer.experiment, self._live_period)) as live,
+                LiveStatusObserver(self._target, journal_writer.experiment, self._live_period) as live,
             ):
                 yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, live, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end
@@ -110,6 +110,9 @@ class _CurveKeeper:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del step, experiment
 
+    def latest(self, newest: LatestReport) -> None:
+        del newest
+
     def wrote(self, experiment: Experiment) -> None:
         del experiment
 
@@ -132,6 +135,9 @@ class MetricCheck:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
         self._check(step.trial, step.report)
+
+    def latest(self, newest: LatestReport) -> None:
+        del newest
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

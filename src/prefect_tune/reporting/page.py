@@ -114,6 +114,8 @@ def _best(facts: Facts) -> Iterator[Block]:
         ("metrics", _clipped(format_value(best.metrics), 300)),
         ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
     ]
+    if best.host:
+        rows.append(("host", best.host))
     if best.run:
         rows.append(("run", Link("in the Prefect UI", best.run)))
     yield Table((), rows)

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import TuneError
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, delete_live_status, write_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.supervisor.run_identity import new_write_id
@@ -36,7 +37,7 @@ class LiveStatusPublisher:
         target: StorageTarget,
         key: JournalKey,
         period: timedelta | None,
-        running: Callable[[], tuple[int, Sequence[RunningTrial]]],
+        running: Callable[[], tuple[Experiment, Sequence[RunningTrial]]],
     ) -> None:
         """Prepare to write; no thread runs yet.
 
@@ -44,7 +45,7 @@ class LiveStatusPublisher:
             target: where the journal is.
             key: the journal whose owner this process is.
             period: the time between two writes; None to write nothing.
-            running: returns the epoch of the journal, and the running attempts. Called in the thread.
+            running: returns the state of the journal, and the running attempts. Called in the thread.
         """
         self._target = target
         self._key = key
@@ -77,9 +78,10 @@ class LiveStatusPublisher:
         self._delete()
 
     def _write(self, next_pause: timedelta) -> None:
-        epoch, running = self._running()
+        experiment, running = self._running()
         status = LiveStatus(
-            epoch=epoch,
+            epoch=experiment.epoch,
+            owner=experiment.owner,
             number=self._written_count + 1,
             at=new_write_id().at,
             period_seconds=next_pause.total_seconds(),
@@ -98,7 +100,7 @@ class LiveStatusPublisher:
         self._written_count += 1  # also after an error: the target may have written it
 
     def _delete(self) -> None:
-        epoch, running = self._running()
+        experiment, running = self._running()
         if self._written_count and not running:
             with suppress(TuneError), self._target.open(timeout=_REQUEST) as store:
-                delete_live_status(store, self._key, epoch)
+                delete_live_status(store, self._key, experiment.epoch)

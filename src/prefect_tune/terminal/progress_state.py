@@ -93,6 +93,7 @@ class ProgressTracker:
         self._guard = threading.Lock()
         self._experiment = experiment
         self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
+        self._latest: dict[str, StepReport] = {}  # those of attempts elsewhere, ahead of the reports before it
         self._report_count = 0
         self._rungs = Counter(
             each.report.step
@@ -121,15 +122,24 @@ class ProgressTracker:
             self._experiment = experiment
             self._reported(trial, report, now)
 
+    def latest(self, trial: str, report: StepReport, now: float) -> None:
+        """Take in the newest report of an attempt, before those that precede it."""
+        with self._guard:
+            if trial in self._attempts:
+                self._latest[trial] = report
+                self._attempts[trial][-1].report(report.step, now)
+
     def _receive(self, event: Event, at: datetime, now: float) -> None:
         match event:
             case Reported(trial=trial, report=report):
                 self._reported(trial, report, now)
             case Started(trial=trial, from_step=step):
                 self._live.pop(trial, None)
+                self._latest.pop(trial, None)
                 self._attempts.setdefault(trial, []).append(AttemptTimes(now, step))
             case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Finished(trial=trial) | Paused(trial=trial):
                 self._live.pop(trial, None)
+                self._latest.pop(trial, None)
                 self._end_attempt(trial, now)
             case Decided(report=report):
                 self._rungs[report.step] += 1
@@ -161,12 +171,16 @@ class ProgressTracker:
     def state(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
-            experiment, live = self._experiment, dict(self._live)
+            experiment, live, latest = self._experiment, dict(self._live), dict(self._latest)
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
             attempts = {trial: tuple(each) for trial, each in self._attempts.items()}
         trials = list(experiment.trials.values())
         objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
-        running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
+        running = [
+            with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
+            for each in trials
+            if each.status is Status.RUNNING
+        ]
         others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
         return ProgressState(
             outlook=self._outlook,

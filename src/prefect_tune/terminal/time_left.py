@@ -27,7 +27,9 @@ class AttemptTimes:
     ended: float | None = None
 
     def report(self, step: int, now: float) -> None:
-        """Take in a report."""
+        """Take in a report; one that is not newer than the last is known already."""
+        if step <= self.step:
+            return
         if self.first is None or self.first[0] == now:
             self.first = now, step
         self.last = now, step

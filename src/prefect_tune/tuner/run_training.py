@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from prefect.logging import get_run_logger
@@ -142,7 +142,7 @@ def _driven(
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
     live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
     observers = ObserverGroup([emitter, reporter, live])
-    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), closing(live):
+    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), live:
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))

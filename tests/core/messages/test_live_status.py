@@ -25,21 +25,22 @@ WRITTEN = "2026-11-23T01:00:00+00:00"
 LATER = "2026-11-23T01:02:20+00:00"
 
 
+OWNER = Owner(name="o", host="h", pid=1)
+
+
 def running(*events: Event, epoch: int = 1) -> Experiment:
     state = nothing_yet("e")
-    opened = (
-        Opened(experiment="e", epoch=each, owner=Owner(name="o", host="h", pid=1)) for each in range(1, epoch + 1)
-    )
+    opened = (Opened(experiment="e", epoch=each, owner=OWNER) for each in range(1, epoch + 1))
     started = Started(trial="a", attempt=1, from_step=0)
     for number, event in enumerate((*opened, TrialAdded(trial="a", config={}), started, *events), 1):
         state = after_event(state, event, number)
     return state
 
 
-def status(number: int, *, epoch: int = 1, attempt: int = 1, step: int = 59) -> LiveStatus:
+def status(number: int, *, epoch: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
     report = StepReport(step=step, metrics={"loss": 0.5})
     trial = RunningTrial(trial="a", attempt=attempt, began_at=WRITTEN, host="h", report=report, reported_at=LATER)
-    return LiveStatus(epoch=epoch, number=number, at=LATER, period_seconds=5, trials=(trial,))
+    return LiveStatus(epoch=epoch, owner=owner, number=number, at=LATER, period_seconds=5, trials=(trial,))
 
 
 def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
@@ -55,8 +56,8 @@ def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
 
 def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_first_object_on() -> None:
     store = MemoryStore()
-    for number in (6, 7):
-        store.put(KEY.live_status_path(1, number), b"left by a kill between the two requests")
+    for epoch, number in ((1, 6), (1, 7), (2, 9), (3, 1)):
+        store.put(KEY.live_status_path(epoch, number), b"left by a kill, or by a deleted experiment of this name")
     write_live_status(store, KEY, status(1, epoch=2))
     assert newest_live_status(store, KEY) == status(1, epoch=2)
     assert len(store.objects) == 1
@@ -84,6 +85,7 @@ def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
     ("state", "written"),
     [
         (running(epoch=2), status(1)),  # of an earlier owner
+        (running(), status(1, owner=Owner(name="o", host="h", pid=2))),  # of a deleted experiment of this name
         (running(), status(1, attempt=2)),  # of an attempt that the journal does not name yet
         (running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost")), status(1)),
     ],

@@ -8,11 +8,12 @@ that of a killed owner stays, and its time says how old it is. The next owner de
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
+from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.models import StepReport, TrialId, Value
@@ -51,6 +52,8 @@ class LiveStatus(Document):
     format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
     version: Literal[1] = 1
     epoch: int
+    owner: Owner | None
+    """Tells the owner from that of an earlier experiment of the same name, which was deleted."""
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
@@ -75,7 +78,7 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the one before it; the first one of an owner deletes those of earlier owners.
+    """Write `status`, and delete the one before it; the first one of an owner deletes all others.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
@@ -86,17 +89,18 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
     if status.number > 1:
         store.delete([key.live_status_path(status.epoch, status.number - 1)])
     else:
-        _delete_before(store, key, path)
+        _delete(store, [each for each in _listed(store, key) if each != path])
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
     """Delete the live status of the owner of `epoch`, and those of earlier ones."""
-    _delete_before(store, key, key.live_status_path(epoch + 1, 0))
+    until = key.live_status_path(epoch + 1, 0)
+    _delete(store, [each for each in _listed(store, key) if each < until])
 
 
 def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
     """Return the live status of the newest owner that has written one; None if there is none that can be read."""
-    while paths := [each.path for each in store.list(key.live)]:
+    while paths := _listed(store, key):
         try:
             return unseal(LiveStatus, store.read(paths[-1]), paths[-1], JournalCorrupt)
         except ObjectNotFound:
@@ -110,7 +114,7 @@ def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> Expe
     """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
     runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
     live = newest_live_status(store, experiment.key) if runs else None
-    if live is None or live.epoch != experiment.epoch:
+    if live is None or (live.epoch, live.owner) != (experiment.epoch, experiment.owner):
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
     for name, each in _attempts_in(live, experiment).items():
@@ -129,6 +133,10 @@ def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str
     }
 
 
-def _delete_before(store: ObjectStore, key: JournalKey, path: str) -> None:
-    if paths := [each.path for each in store.list(key.live) if each.path < path]:
+def _listed(store: ObjectStore, key: JournalKey) -> Sequence[str]:
+    return [each.path for each in store.list(key.live)]
+
+
+def _delete(store: ObjectStore, paths: Sequence[str]) -> None:
+    if paths:
         store.delete(paths)
