@@ -114,12 +114,15 @@ def test_the_estimate_is_true_with_any_number_of_slots(slots: int, at: float) ->
         require_true_estimate(search)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("saves_every", [0, 7, 10])
 @pytest.mark.parametrize("at", [0.0, 1.0, 5.0, 30.0, 70.0])
-def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_again(saves_every: int, at: float) -> None:
+def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_again(
+    slots: int, saves_every: int, at: float
+) -> None:
     search = SimulatedSearch(slots=2, trials=5, steps=20, step_seconds=2, saves_every=saves_every)
     search.run(until=57)
-    search.resume()
+    search.resume(slots=slots)  # with one slot, a trial that was killed waits
     search.run(until=at)
     if at < 1:
         assert search.left() is None, "a run of no time yet"

@@ -98,6 +98,16 @@ def test_the_journal_decides_which_attempts_run(state: Experiment, written: Live
     assert view.experiment == state
 
 
+def test_an_attempt_that_has_ended_is_not_running_while_another_trial_is() -> None:
+    store = MemoryStore()
+    write_live_status(store, KEY, status(1))
+    another = (TrialAdded(trial="b", config={}), Started(trial="b", attempt=1, from_step=0))
+    state = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"), *another)
+    view = view_of(store, state, WRITTEN)
+    assert view.live is not None
+    assert (view.running("a"), view.experiment.trial("a").step) == (None, 0)
+
+
 def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None:
     store = MemoryStore()
     write_live_status(store, KEY, status(1, step=3))
