@@ -297,8 +297,8 @@ def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_
         told.starts(name)
         told.trains(name, 1, {"loss": 0.5})
     told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
-    page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s ago when this page was drawn"))
-    assert "| **as of** | 01:32:20 UTC, 58 s ago when this page was drawn |" in page
+    page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
+    assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
     assert "| trial | status | step | host | loss |" in page
     row = next(line for line in page.splitlines() if line.startswith("| [1]"))
     assert [cell.strip() for cell in row.split("|")][2:6] == ["🏃 running", "59", "gpu-1", "0.25"]

@@ -45,18 +45,19 @@ class Freshness:
         }
 
     def short(self) -> str:
-        """Return the time and the age: `01:32:20, 58 s ago`, with the date if it is not of these hours."""
+        """Return the time and the rough age: `01:32:20, 9 min ago`, with the date if it is not of these hours."""
         if self.as_of is None:
             return ""
         shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M"
-        return f"{self.as_of:{shape}}, {format_duration(self.age)} ago{' (stale)' if self.is_stale else ''}"
+        rough = " ".join(format_duration(self.age).split()[:2])
+        return f"{self.as_of:{shape}}, {rough} ago"
 
-    def words(self) -> str:
-        """Return a sentence for people."""
+    def words(self, since: str = "ago") -> str:
+        """Return a sentence for people; `since` follows the age."""
         if self.as_of is None:
             return "an unknown time"
         shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M:%S"
-        said = f"{self.as_of:{shape}} UTC, {format_duration(self.age)} ago"
+        said = f"{self.as_of:{shape}} UTC, {format_duration(self.age)} {since}"
         if self.is_stale and self.period is not None:
             return f"{said}; updates every {format_duration(self.period)} are missing: its process has probably ended"
         if self.is_running and self.period is None:

@@ -39,6 +39,7 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
         print_parts(_experiments_table(rows))
+        _show_stale(rows)
     else:
         print(f"{target}: no experiments")
 
@@ -84,6 +85,12 @@ def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]
         written_at=last,
     )
     return row, fresh
+
+
+def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
+    stale = [row.experiment for row, fresh in rows if fresh.is_stale]
+    if stale:
+        print_parts("", f"updates are missing, so that the process has probably ended: {', '.join(stale)}")
 
 
 def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:

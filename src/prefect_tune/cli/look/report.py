@@ -88,5 +88,5 @@ def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
             found.add_report(name, attempt.report)
     fresh = freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
-    age = f"{fresh.words()} when this page was drawn" if fresh.is_running else ""
+    age = fresh.words("before this page was drawn") if fresh.is_running else ""
     return report_input_of(state, found.view, uri=place_at(target).uri, now=now, age=age), fresh
