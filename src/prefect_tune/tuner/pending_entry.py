@@ -105,6 +105,6 @@ class PendingEntry:
 
 def _changes_status(event: Event, before: Experiment, after: Experiment) -> bool:
     """Return whether a trial starts, ends or changes its status otherwise: readers of the journal wait for that."""
-    name = getattr(event, "trial", None)
+    name = str(getattr(event, "trial", ""))
     earlier, now = before.trials.get(name), after.trials.get(name)
     return now is not None and (earlier is None or earlier.status is not now.status)
