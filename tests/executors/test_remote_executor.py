@@ -213,7 +213,7 @@ def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
         return report
 
     clock = [time.monotonic()]
-    monkeypatch.setattr(remote_executor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     report = publish(1, of_attempt=1)
     assert executor.poll(NOW) == [], "it was read a moment ago"
     clock[0] += 6

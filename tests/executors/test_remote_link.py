@@ -13,7 +13,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.events.experiment_events import Finished, Opened, Owner, Started, TrialAdded
+from prefect_tune.core.events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
@@ -113,14 +113,12 @@ def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_
     link: StoreLink = pickle.loads(pickle.dumps(StoreLink(target, TRIAL, 1, timedelta(milliseconds=5))))
     owner = Owner(name="far", host="gpu-7", pid=1)
     state = nothing_yet(key)
-    for number, event in enumerate(
-        (
-            Opened(experiment="e", trial=TRIAL.trial, epoch=1, owner=owner),
-            TrialAdded(trial=TRIAL.trial, config={}),
-            Started(trial=TRIAL.trial, attempt=1, from_step=0),
-        ),
-        1,
-    ):
+    events: list[Event] = [
+        Opened(experiment="e", trial=TRIAL.trial, epoch=1, owner=owner),
+        TrialAdded(trial=TRIAL.trial, config={}),
+        Started(trial=TRIAL.trial, attempt=1, from_step=0),
+    ]
+    for number, event in enumerate(events, 1):
         state = after_event(state, event, number)
         link.wrote([event], state)
     link.reported(report := StepReport(step=59, metrics={"loss": 0.5}), asks=False)

@@ -94,8 +94,13 @@ def test_a_slow_target_gets_fewer_writes_and_readers_are_told_the_longer_period(
     clock = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
     running = publisher(OFTEN, [TRIAL])
-    monkeypatch.setattr(live_status_publisher.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(running._closed, "wait", lambda seconds: pauses.append(seconds) or len(pauses) > 3)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+
+    def is_closed_after(seconds: float) -> bool:
+        pauses.append(seconds)
+        return len(pauses) > 3
+
+    monkeypatch.setattr(running._closed, "wait", is_closed_after)
     running._run(OFTEN)
     assert pauses == [0.0, OFTEN.total_seconds(), 40.0, 40.0]
     found = newest_live_status(bucket, KEY)

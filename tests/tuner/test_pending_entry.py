@@ -27,7 +27,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.tuner import pending_entry
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
@@ -108,7 +107,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
-        monkeypatch.setattr(pending_entry.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_sync_period(
