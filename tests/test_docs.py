@@ -326,8 +326,10 @@ def test_all_that_a_search_leaves_on_a_target_is_on_the_page(prefect_server: str
     lines = the_block(LAYOUT, "text").code.split()
     found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in files_in(target)}
     assert [path for path, matching in found.items() if len(matching) != 1] == []
-    # Not of each search: of one that is stopped, of one whose trials are elsewhere, of one that writes ten entries.
-    rare = {line for line in lines if re.match("<experiment>/(requests|trials/<trial>/answers|segments)/", line)}
+    # Not of each search: of one that is stopped, of one that still runs, of one whose trials are elsewhere, of one that
+    # writes ten entries.
+    folders = "requests|live|trials/<trial>/(answers|live)|segments"
+    rare = {line for line in lines if re.match(f"<experiment>/({folders})/", line)}
     assert {*lines} - rare <= {matching[0] for matching in found.values()}
 
 

@@ -22,6 +22,7 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
 )
 from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.number_format import format_cell
@@ -342,3 +343,27 @@ def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
     assert "<details" not in as_markdown(page) + as_html(page)
     assert '| **space** | `{"x": [1, 2]}` |' in settings
     assert {"seed", "stop"}.isdisjoint(re.findall(r"\*\*(\w+)\*\*", settings)), "they were left as they are"
+
+
+def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_time_it_is() -> None:
+    told = Telling()
+    for name in ("0", "1"):
+        told.adds(name, {"x": int(name)})
+        told.starts(name)
+        told.trains(name, 1, {"loss": 0.5})
+    told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
+    page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
+    assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
+    assert "| trial | status | step | host | loss |" in page
+    row = next(line for line in page.splitlines() if line.startswith("| [1]"))
+    assert [cell.strip() for cell in row.split("|")][2:6] == ["running", "59", "gpu-1", "0.25"]
+    told.trains("1", 2, {"loss": 0.4})
+    assert told.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step in order"
+    told.tell(Finished(trial="1", reason="enough"))
+    assert facts_of(told.report_input(), linked).trials[0].step == 2
+
+
+def test_of_a_search_that_is_over_no_page_says_an_age_or_a_host() -> None:
+    page = markdown(asha(4).report_input())
+    assert "**as of**" not in page
+    assert "| host" not in page

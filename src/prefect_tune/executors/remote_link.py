@@ -18,10 +18,11 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import Answer
+from prefect_tune.supervisor.search_link import Answer, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 from prefect_tune.supervisor.worker_pools import worker_pool
 
@@ -43,20 +44,34 @@ class StoreLink:
     reads_journal = True
 
     def __init__(
-        self, target: StorageTarget, trial: TrialKey, attempt: int, *, search_epoch: int = 0, reuse: Reuse = "never"
+        self,
+        target: StorageTarget,
+        trial: TrialKey,
+        attempt: int,
+        *,
+        live_period: timedelta | None = None,
+        search_epoch: int = 0,
+        reuse: Reuse = "never",
     ) -> None:
-        """Args: search_epoch, reuse: of the run of the search, whose attempts in one process share a pool."""
+        """Open the link.
+
+        Args:
+            live_period: how often the attempt publishes its newest report, which its journal has later.
+            search_epoch: of the run of the search; its attempts in one process share a pool.
+            reuse: how that pool shares the import of the trainable's module.
+        """
         self._target = target
         self._trial = trial
         self._attempt = attempt
+        self._live_period = live_period
         self._shares: tuple[int, Reuse] = search_epoch, reuse
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]:
-        return self._target, self._trial, self._attempt, self._shares
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None, tuple[int, Reuse]]:
+        return self._target, self._trial, self._attempt, self._live_period, self._shares
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]) -> None:
-        self._target, self._trial, self._attempt, self._shares = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None, tuple[int, Reuse]]) -> None:
+        self._target, self._trial, self._attempt, self._live_period, self._shares = state
         self._open()
 
     def _open(self) -> None:
@@ -71,6 +86,8 @@ class StoreLink:
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
         self._watching: threading.Thread | None = None
+        self._live: LiveStatusObserver | None = None
+        self._journal: Experiment | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
@@ -99,19 +116,26 @@ class StoreLink:
         self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
+        if self._live is not None and self._journal is not None:
+            self._live.reported(StepReported(self._trial.trial, report, asks), self._journal)
         if asks:
             self._asked = report.step
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
-        del experiment
+        self._journal = experiment
+        if self._live is None:
+            self._live = LiveStatusObserver(self._target, experiment, self._live_period)
         for event in events:
+            self._live.happened(event, experiment)
             if isinstance(event, Started):
                 self._attempt = event.attempt
 
     def close(self) -> None:
-        """Stop polling for answers."""
+        """Stop polling for answers, and publishing."""
+        if self._live is not None:
+            self._live.close()
         self._closed.set()
         self._asks.set()
 

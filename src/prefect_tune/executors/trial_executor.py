@@ -19,7 +19,7 @@ from prefect.futures import PrefectFuture
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
+from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.run_trial import run_trial
@@ -57,7 +57,7 @@ class RemoteAttemptStarted:
     trial: str
 
 
-Message: TypeAlias = TrialMessage | AttemptExited | RemoteAttemptStarted
+Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttemptStarted
 
 
 def attempt_of(plan: TrialSpec) -> Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]:

@@ -45,7 +45,7 @@ from prefect_tune.runtime.trial_process import load_trainable
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 from prefect_tune.task_retries import with_retries
 
 _TIMEOUT = timedelta(minutes=5)
@@ -129,6 +129,9 @@ class CallbackThread:
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         self._put(_Item(experiment, step))
+
+    def latest(self, newest: LatestReport) -> None:
+        del newest
 
     def wrote(self, experiment: Experiment) -> None:
         self._put(_Item(experiment))

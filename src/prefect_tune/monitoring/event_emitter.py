@@ -35,7 +35,7 @@ from prefect_tune.core.notifications.prefect_events import (
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
 from prefect_tune.prefect_api.asset_events import PrefectEvent
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 _MOST_WAITING = 10_000
 _CHECK_EVERY = timedelta(seconds=1)
@@ -109,6 +109,9 @@ class EventEmitter:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
         self._builder.health.reported(step.trial, step.report.step, time.monotonic())
+
+    def latest(self, newest: LatestReport) -> None:
+        self._builder.health.reported(newest.trial, newest.report.step, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

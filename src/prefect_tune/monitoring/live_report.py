@@ -32,6 +32,7 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.task_retries import with_retries
+from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
 REFRESH_PERIOD = timedelta(seconds=15)
@@ -70,6 +71,11 @@ class Reporter:
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
         self._note(step, experiment)
 
+    def latest(self, newest: search_link.LatestReport) -> None:
+        with self._guard:
+            self._history.add_latest(newest.trial, newest.report)
+        self._publisher.stir()
+
     def wrote(self, experiment: Experiment) -> None:
         with self._guard:
             if experiment.number >= self._experiment.number:
@@ -107,7 +113,10 @@ class Reporter:
             experiment = self._experiment
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(report_input_of(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
+        found = report_input_of(
+            experiment, self._view, uri=uri, now=now, expected=expected, age=_age_of(experiment, now)
+        )
+        page = page_of(found, link_to)
         said = f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(_report_key(experiment), "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
@@ -210,6 +219,13 @@ def _earlier(experiment: Experiment) -> EarlierArtifacts | None:
     of_trials = frozenset(_progress_key(experiment, each) for each in experiment.trials)
     prefix = plain_key("progress", experiment.name)
     return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
+
+
+def _age_of(experiment: Experiment, now: datetime) -> str:
+    """Return the time of the report in words; empty if no trial runs, since then it does not change."""
+    if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
+        return ""
+    return f"{now:%H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

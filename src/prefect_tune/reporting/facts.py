@@ -39,6 +39,8 @@ class TrialFacts:
     checkpoint_step: int | None
     run: str | None
     """The URL of its last attempt's run."""
+    host: str | None
+    """The machine that runs it; None if it does not run."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Facts:
     mode: Sequence[str]
     began_at: str
     told_at: str
+    age: str
+    """How old the facts are, in words; empty if no trial runs."""
     trials_by_status: Mapping[str, int]
     trial_count: int
     ended_count: int
@@ -126,6 +130,7 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         mode=objective.modes if objective else (),
         began_at=_at(history.ownerships[0].began.isoformat()) if history.ownerships else "",
         told_at=_at(report_input.now.isoformat()),
+        age=report_input.age,
         trials_by_status=counted(state),
         trial_count=len(report_input.trials),
         ended_count=sum(each.phase in ENDED for each in report_input.trials),
@@ -164,6 +169,7 @@ class _Says:
             checkpoint=key.folder if key else None,
             checkpoint_step=key.step if key else None,
             run=self.links(owner) if owner else None,
+            host=owner.host if owner and trial.status is Status.RUNNING else None,
         )
 
 

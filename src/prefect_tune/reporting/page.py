@@ -74,6 +74,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+        ("as of", facts.age),
         ("ended early", _clipped(first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
@@ -121,6 +122,8 @@ def _best(facts: Facts) -> Iterator[Block]:
             f"{format_count(best.step)}, after {format_span(best.trained_seconds)} of training in {attempts}",
         ),
     ]
+    if best.host:
+        rows.append(("host", best.host))
     if best.run:
         rows.append(("run", Link("in the Prefect UI", best.run)))
     yield Table((), rows)
@@ -174,6 +177,8 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     yield "trial", [_linked(each.trial, each.run) for each in trials]
     yield "status", [status_label(each.status, each.step) for each in trials]
     yield "step", [format_count(each.step) for each in trials]
+    if any(each.host for each in trials):
+        yield "host", [_clipped(each.host or "") for each in trials]
     for metric in facts.metric:
         yield metric, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]

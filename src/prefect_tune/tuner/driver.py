@@ -38,7 +38,7 @@ from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -220,6 +220,8 @@ class Driver:
             match message:
                 case StepReported():
                     self._reported(message)
+                case LatestReport():
+                    self._listener.latest(message)
                 case EntryWritten():
                     self._merger.absorb(message)
                 case RemoteAttemptStarted():
@@ -276,8 +278,6 @@ class Driver:
 
     def _go_on(self, trial: str) -> GoOn:
         return GoOn(milestone=self._policy.milestone(self._state.trial(trial)))
-
-    # ---------------------------------------------------------------------------------------------- their ends
 
     def _conclude(self, over: AttemptExited) -> None:
         """Handle the end of an attempt, by the state that its journal gives."""

@@ -110,7 +110,7 @@ def _searched(turn: Turn) -> Results:
     policy = _policy(plan)
     opening, slots = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots)
-    subscribers = _subscribers(plan)
+    subscribers = _subscribers(plan, slots)
     known = require_presence(plan.target, name, plan.resume, turn.known)
     seen = turn.known.experiment if turn.known is not None else turn.state
     learned = new_lessons(source_names(plan.warm_start or ()), plan.target, name, seen)
@@ -180,15 +180,16 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
     )
 
 
-def _subscribers(plan: SearchPlan) -> Subscribers:
+def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
     stopper, target, objective = plan.stopper, plan.target, plan.objective
-    sync_period = (plan.sync or SyncConfig()).sync_period
+    sync = plan.sync or SyncConfig()
     outlook = SearchEstimate(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
         step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
+        slot_count=slots.count,
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
     place = ExperimentAddress(target.uri, plan.experiment)
@@ -198,7 +199,8 @@ def _subscribers(plan: SearchPlan) -> Subscribers:
         callbacks_for(plan.callbacks),
         outlook,
         in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
-        news=EventContext(place, objective, budgets, sync_period, this_run()),
+        news=EventContext(place, objective, budgets, sync.sync_period, this_run()),
+        live_period=sync.live_period,
     )
 
 

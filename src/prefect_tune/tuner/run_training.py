@@ -28,6 +28,7 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
@@ -148,8 +149,9 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
-    observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter])
-    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
+    live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
+    observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live])
+    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), live:
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))

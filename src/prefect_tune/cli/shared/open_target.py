@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
     from prefect_tune.core.experiment.experiment import Experiment
     from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.messages.live_status import ExperimentView
     from prefect_tune.core.storage.object_store import ObjectStore
 
 _TIMEOUT = timedelta(minutes=30)
@@ -68,3 +69,10 @@ def written_at(store: ObjectStore, state: Experiment) -> str:
 
     last = next_entry(store, state.key, state.number - 1)
     return last.at if last else ""
+
+
+def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
+    """Return the experiment with the newest reports of its running trials, and the time of that."""
+    from prefect_tune.core.messages.live_status import view_of
+
+    return view_of(store, state, written_at(store, state))

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ import typer
 from prefect_tune.cli.look.show import show_search
 from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
+from prefect_tune.core.messages.live_status import ExperimentView
 
 if TYPE_CHECKING:
     from prefect_tune.results.results import Results
@@ -58,7 +60,7 @@ def search_in_this_process(search: Callable[[], Results], again: str, *, as_json
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
     with _short_errors(again):
         results = _results_of(search)
-    show_search(results.experiment, as_json=as_json)
+    show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if results.errors:
         raise typer.Exit(_SOME_ERRORED)
 
