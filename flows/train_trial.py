@@ -30,7 +30,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     request = request_from(orders)
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(plan.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
-        link = StoreLink(plan.target, plan.trial, attempt, live_period=plan.sync.live_period).trained_in(pool)
+        link = StoreLink(plan.target, plan.trial, attempt, plan.sync.live_period).trained_in(pool)
         ended = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")

@@ -22,7 +22,7 @@ from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
@@ -95,14 +95,8 @@ class RemoteExecutor:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        link = StoreLink(
-            self._target,
-            plan.trial,
-            attempt,
-            live_period=plan.sync.live_period,
-            search_epoch=request.search_epoch,
-            reuse=plan.reuse,
-        )
+        sharing = PoolSharing(request.search_epoch, plan.reuse)
+        link = StoreLink(self._target, plan.trial, attempt, plan.sync.live_period, sharing)
         wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
         self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
@@ -26,12 +27,22 @@ from prefect_tune.supervisor.search_link import Answer, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 from prefect_tune.supervisor.worker_pools import worker_pool
 
-__all__ = ["StoreLink"]
+__all__ = ["PoolSharing", "StoreLink"]
 
 _REQUEST = timedelta(seconds=30)
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 _UNASKED_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSharing:
+    """Which attempts in one process of a worker share a pool of trial processes, and how."""
+
+    search_epoch: int = 0
+    """Of the run of the search that starts them."""
+    reuse: Reuse = "never"
+    """How that pool shares the import of the trainable's module."""
 
 
 class StoreLink:
@@ -48,30 +59,22 @@ class StoreLink:
         target: StorageTarget,
         trial: TrialKey,
         attempt: int,
-        *,
         live_period: timedelta | None = None,
-        search_epoch: int = 0,
-        reuse: Reuse = "never",
+        sharing: PoolSharing = PoolSharing(),
     ) -> None:
-        """Open the link.
-
-        Args:
-            live_period: how often the attempt publishes its newest report, which its journal has later.
-            search_epoch: of the run of the search; its attempts in one process share a pool.
-            reuse: how that pool shares the import of the trainable's module.
-        """
+        """Args: live_period: how often the attempt publishes its newest report, which its journal has later."""
         self._target = target
         self._trial = trial
         self._attempt = attempt
         self._live_period = live_period
-        self._shares: tuple[int, Reuse] = search_epoch, reuse
+        self._sharing = sharing
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None, tuple[int, Reuse]]:
-        return self._target, self._trial, self._attempt, self._live_period, self._shares
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]:
+        return self._target, self._trial, self._attempt, self._live_period, self._sharing
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None, tuple[int, Reuse]]) -> None:
-        self._target, self._trial, self._attempt, self._live_period, self._shares = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]) -> None:
+        self._target, self._trial, self._attempt, self._live_period, self._sharing = state
         self._open()
 
     def _open(self) -> None:
@@ -102,9 +105,8 @@ class StoreLink:
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
-        epoch, reuse = self._shares
-        search = self._target.uri, self._trial.experiment, epoch
-        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, reuse)
+        search = self._target.uri, self._trial.experiment, self._sharing.search_epoch
+        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._sharing.reuse)
         with own as pool, pool.process(start, log, environment, self.stop) as channel:
             yield channel
 

@@ -52,6 +52,9 @@ class SearchLog:
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
         del step, experiment
 
+    def latest(self, newest: search_link.LatestReport) -> None:
+        del newest
+
     def wrote(self, experiment: Experiment) -> None:
         del experiment
 

@@ -100,7 +100,7 @@ def seconds_left(
 
 
 def _costs(work: ExpectedWork, trials: Sequence[Trial], attempts: Sequence[AttemptTimes]) -> _Costs | None:
-    finished = [each for each in trials if each.status in ENDED and each.status is not Status.ERRORED]
+    finished = [each for each in trials if each.phase in ENDED and each.status is not Status.ERRORED]
     steps = [each.step for each in finished if each.step]
     length = fmean(steps) if steps else work.step_count
     step_seconds = _step_seconds(trials, attempts)
