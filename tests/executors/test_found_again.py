@@ -44,7 +44,7 @@ def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
 
 
 def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
@@ -54,7 +54,7 @@ def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_it
     resumed = FarSearch(target)
     resumed.stop(TRIAL)
     running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
     assert (running.trial(TRIAL).phase, running.trial(TRIAL).step) == (Phase.RUNNING, 2)
 
 

@@ -144,7 +144,7 @@ def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget)
     search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
-    leave = Leave(reason="enough", save=True, for_good=True)
+    leave = Leave(reason="enough", save=True, for_good=True, end="interrupted")
     assert (attempt.told(attempt=1), again.attempt.told()) == (leave, leave)
 
 
