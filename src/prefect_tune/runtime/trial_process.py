@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,7 +31,14 @@ from prefect_tune.core.messages.process_messages import Broke, Preload, Start, S
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import ProcessState, free_memory, has_noted_import, noting_import, settle_in
+from prefect_tune.runtime.process_reset import (
+    ProcessState,
+    free_memory,
+    has_noted_import,
+    noting_import,
+    prepend_import_path,
+    settle_in,
+)
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -261,17 +268,6 @@ class _Attempts:
         finally:
             if self._kept is None:
                 trainable.cleanup()
-
-
-_prepended: tuple[str, ...] = ()
-
-
-def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
-    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
-    if tuple(import_path) != _prepended:
-        _prepended = tuple(import_path)
-        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
