@@ -286,6 +286,13 @@ def _open_files() -> Iterator[tuple[str, str]]:
                 yield each.name, opened
 
 
+def flush_output() -> None:
+    """Flush stdout and stderr before `os._exit`, which does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
+
+
 def free_memory() -> None:
     """Free what the trial has used: cycles of objects, and the GPU memory that PyTorch keeps for later."""
     gc.collect()

@@ -33,6 +33,7 @@ from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.runtime.process_reset import (
     ProcessState,
+    flush_output,
     free_memory,
     has_noted_import,
     noting_import,
@@ -320,13 +321,6 @@ def forks_end() -> Iterator[None]:
         if os.getpid() != trial:
             flush_output()
             os._exit(code)
-
-
-def flush_output() -> None:
-    """Flush stdout and stderr before `os._exit`, which does not."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader is gone
-            stream.flush()
 
 
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
