@@ -50,8 +50,8 @@ from prefect_tune.runtime.linux import (
     while_alive,
 )
 from prefect_tune.runtime.preload import import_before_forking
-from prefect_tune.runtime.process_reset import settle_in
-from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
+from prefect_tune.runtime.process_reset import flush_output, settle_in
+from prefect_tune.runtime.trial_process import rehearse, serve
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (

@@ -22,12 +22,16 @@ from typing import Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
-from prefect_tune.runtime.process_reset import ProcessState, noting_import, processes_left
-from prefect_tune.runtime.trial_process import (
+from prefect_tune.runtime.process_reset import (
+    ProcessState,
     flush_output,
+    noting_import,
+    prepend_import_path,
+    processes_left,
+)
+from prefect_tune.runtime.trial_process import (
     forks_end,
     load_trainable,
-    prepend_import_path,
     remember_source,
     text_of,
 )

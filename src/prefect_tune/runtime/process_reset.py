@@ -134,6 +134,17 @@ def has_noted_import() -> bool:
     return _imported is not None
 
 
+_prepended: tuple[str, ...] = ()
+
+
+def prepend_import_path(import_path: Sequence[str]) -> None:
+    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
+    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
+    if tuple(import_path) != _prepended:
+        _prepended = tuple(import_path)
+        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+
+
 @contextmanager
 def _libraries_seeded_with(seed: int) -> Iterator[None]:
     """Seed the libraries' generators now, or as soon as the block imports them; this function imports none."""
@@ -273,6 +284,13 @@ def _open_files() -> Iterator[tuple[str, str]]:
             opened = str(each.readlink())
             if opened.startswith("socket:") or (opened.startswith("/") and not opened.startswith(("/dev/", "/proc/"))):
                 yield each.name, opened
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr before `os._exit`, which does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
 
 
 def free_memory() -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,7 +31,15 @@ from prefect_tune.core.messages.process_messages import Broke, Preload, Start, S
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import ProcessState, free_memory, has_noted_import, noting_import, settle_in
+from prefect_tune.runtime.process_reset import (
+    ProcessState,
+    flush_output,
+    free_memory,
+    has_noted_import,
+    noting_import,
+    prepend_import_path,
+    settle_in,
+)
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -263,17 +271,6 @@ class _Attempts:
                 trainable.cleanup()
 
 
-_prepended: tuple[str, ...] = ()
-
-
-def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
-    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
-    if tuple(import_path) != _prepended:
-        _prepended = tuple(import_path)
-        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
-
-
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
     try:
@@ -324,13 +321,6 @@ def forks_end() -> Iterator[None]:
         if os.getpid() != trial:
             flush_output()
             os._exit(code)
-
-
-def flush_output() -> None:
-    """Flush stdout and stderr before `os._exit`, which does not."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader is gone
-            stream.flush()
 
 
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
