@@ -234,7 +234,7 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
 
 def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
     policy = pt.FailurePolicy(max_failures=5)
-    missing = pt.tune("tests.trainables.moody:Gone", {}, target=target, experiment="e", num_samples=1, failures=policy)
+    missing = moody(target, space={"fails": "import"}, num_samples=1, failures=policy)
     (trial,) = missing.trials.values()
     assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 
