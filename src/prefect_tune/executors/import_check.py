@@ -76,7 +76,7 @@ def _raise_what_it_says(channel: TrialChannel) -> None:
             return
         match message:
             case Broke(message=why):
-                raise InvalidInput(f"{why.removeprefix('InvalidInput: ')}. Nothing was started")
+                raise InvalidInput(why.removeprefix("InvalidInput: "))
             case TrialEnded():
                 return
             case _:

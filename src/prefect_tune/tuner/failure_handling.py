@@ -63,8 +63,8 @@ class FailureHandler:
         """
         if self._unimportable:
             raise TrialFailed(
-                f"{self._unimportable}. Nothing was trained, and the search ended at this first failure: make the "
-                "import work where the trials run, and start it again under the same name"
+                "nothing was trained, since an import failed: make it work where the trials run, and start the search "
+                f"again under the same name. The first to fail was {self._unimportable}"
             )
         return ended
 
