@@ -26,6 +26,7 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, entries_bey
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
@@ -38,6 +39,7 @@ __all__ = [
     "Opening",
     "check_target",
     "experiment_id",
+    "no_experiment_at",
     "open_journal",
     "read_experiment",
     "read_journal",
@@ -261,3 +263,9 @@ def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: flo
     """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return read(store, experiment, side_by_side=transfers)
+
+
+def no_experiment_at(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+    """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        return no_experiment(store, experiment, target.uri)

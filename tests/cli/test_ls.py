@@ -64,7 +64,21 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
 def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:
     done = run("show", moods, "moods", "--trial", "9")
     assert (done.code, done.out) == (1, "")
-    assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4\n"
+    assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)\n"
+
+
+@pytest.mark.parametrize("named", ["3", "00003", "003"])
+@pytest.mark.parametrize(
+    "command",
+    [("show",), ("checkpoints",), ("verify",), ("gc",), ("stop", "--wait-seconds", 1)],
+    ids=lambda each: each[0],
+)
+def test_a_trial_is_found_by_its_number_alone(run: Run, moods: Path, command: tuple[str, ...], named: str) -> None:
+    verb, *options = command
+    done = run(verb, moods, "moods", "--trial", named, *options, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert "00003" in done.out
+    assert "00001" not in done.out
 
 
 def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:

@@ -113,7 +113,7 @@ def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run
 def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_1(run: Run, target: Path, command: str) -> None:
     done = run(command, target, "digit")
     assert (done.code, done.out) == (1, "")
-    assert done.err == f"prefect-tune: {target.as_uri()}: there is no experiment 'digit'\n"
+    assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
 
 
 def test_looking_at_a_folder_that_is_not_there_does_not_make_it(run: Run, tmp_path: Path) -> None:

@@ -235,8 +235,7 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
 
 def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
     policy = pt.FailurePolicy(max_failures=5)
-    gone: dict[str, Any] = {"target": target, "experiment": "e", "num_samples": 1, "failures": policy}
-    missing = results_of_failed(lambda: pt.tune("tests.trainables.moody:Gone", {}, **gone))
+    missing = results_of_failed(lambda: moody(target, space={"fails": "import"}, num_samples=1, failures=policy))
     (trial,) = missing.trials.values()
     assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 

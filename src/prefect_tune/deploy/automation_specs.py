@@ -31,7 +31,7 @@ _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
-_UNTIL = "Without an action it only appears in the event feed."
+_UNTIL = "Without an action it stays switched off."
 _COOL_DOWN = timedelta(seconds=30)
 # Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
 _GOES_ON = (
@@ -62,7 +62,7 @@ class AutomationSpec:
 
     @property
     def is_alert(self) -> bool:
-        """Whether the user chooses its actions."""
+        """Whether the user chooses its actions; without one it is switched off."""
         return not self.acts
 
 

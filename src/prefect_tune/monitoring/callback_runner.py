@@ -41,7 +41,7 @@ from prefect_tune.core.notifications.callback_delivery import (
     newest_state,
 )
 from prefect_tune.monitoring.listener import ObserverGroup
-from prefect_tune.runtime.trial_process import load_trainable
+from prefect_tune.runtime.load_named import load_named
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
@@ -65,7 +65,7 @@ def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
 
 
 def _callback(given: Any) -> Callback:
-    named = load_trainable(given) if isinstance(given, str) and ":" in given else given
+    named = load_named(given, "callback") if isinstance(given, str) and ":" in given else given
     made = named() if callable(named) and not isinstance(named, Callback) else named
     if isinstance(made, Callback):
         valid_name(made.name)

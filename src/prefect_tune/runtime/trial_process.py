@@ -8,7 +8,6 @@ the process is forked and supervised by the fork server (`prefect_tune.runtime.f
 from __future__ import annotations
 
 import errno
-import importlib
 import inspect
 import os
 import signal
@@ -20,16 +19,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
+from prefect_tune.runtime.load_named import load_named, load_trainable
 from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.runtime.process_reset import (
     ProcessState,
@@ -103,29 +102,6 @@ def rehearse() -> None:
     with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
         near.send_bytes(_rehearsal().model_dump_json().encode())
         train(far, whole_process=False)
-
-
-def load_trainable(name: str) -> object:
-    """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.
-
-    Raises:
-        InvalidInput: the module cannot be imported or has no such name.
-    """
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        import cloudpickle
-
-        return cloudpickle.loads(bytes.fromhex(name))
-    try:
-        found: object = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(
-            f"trainable {name!r}: {error}. Expected 'package.module:Name', importable where the trial runs "
-            f"(working directory {Path.cwd()})"
-        ) from error
-    return found
 
 
 def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
@@ -276,7 +252,7 @@ def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None
     try:
         with forks_end():
             trainable = kept or _loaded(start)
-        stopper = cast("Stopper", load_trainable(start.stopper))
+        stopper = cast("Stopper", load_named(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(connection, start, stopper), trainable

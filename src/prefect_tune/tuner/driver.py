@@ -109,8 +109,8 @@ class Driver:
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
             outside.journaled(len(written.heard))
             if not len(self._executor):
-                return written
-            self._receive(self._executor.poll(_PATIENCE))
+                return self._failure_handler.require_imported(written)
+            self._receive(self._failure_handler.noted(self._executor.poll(_PATIENCE)))
 
     @property
     def _state(self) -> Experiment:

@@ -24,6 +24,7 @@ from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
+from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor
@@ -244,6 +245,7 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
     if (runner := _runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
+    require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
     return _local_executor(spec, slots := slots_here(plan)), slots
 
 

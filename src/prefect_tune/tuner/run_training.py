@@ -22,6 +22,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventContext
@@ -72,6 +73,7 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
+    require_importable(plan.trainable, plan.isolation, get_run_logger())
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:
         state = _trained(training, turn)

@@ -15,11 +15,13 @@ from typing import Literal, TypeVar
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import trial_named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, is_journaled, is_lost
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import results_path
@@ -66,7 +68,7 @@ def stop(
     Args:
         experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        trial: stop only this trial.
+        trial: stop only this trial; its number without zeros is enough.
         reason: stored in the journal.
         wait_seconds: how long to wait for the acknowledgement and for the end; 0 sends the request only.
 
@@ -158,13 +160,13 @@ class _Asking:
     def _checked(self, state: Experiment) -> Experiment:
         where = f"experiment {self._name!r} at {self._target.uri}"
         if not state.number:
-            raise InvalidInput(f"there is no {where}")
+            raise InvalidInput(self._on_store(lambda store: no_experiment(store, self._name, self._target.uri)))
         if not state.settings:
             raise InvalidInput(
                 f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
             )
-        if self._trial is not None and self._trial not in state.trials:
-            raise InvalidInput(f"{where}: there is no trial {self._trial!r} among its {len(state.trials)}")
+        if self._trial is not None:
+            self._trial = trial_named(state, self._trial).trial
         return state
 
     def _ended(self, state: Experiment) -> str | None:

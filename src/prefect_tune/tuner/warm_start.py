@@ -17,6 +17,7 @@ from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.parameters.resume_mode import read_or_fail
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.task_retries import with_retries
+from prefect_tune.tasks.experiment_state import no_experiment_at
 
 __all__ = ["lessons_known", "new_lessons", "source_names"]
 
@@ -71,7 +72,7 @@ def new_lessons(
                 raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
             state = read_or_fail(where, experiment)
             if not state.number:
-                raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
+                raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
             found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
     return found
 

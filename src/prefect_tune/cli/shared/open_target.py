@@ -41,26 +41,25 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
         InvalidInput: there is no experiment of this name.
     """
     from prefect_tune.core.journal.journal import load
+    from prefect_tune.core.storage.experiment_listing import no_experiment
     from prefect_tune.stores.local.staging import transfer_pool
 
     with looked_at(target) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if not state.number:
-            raise InvalidInput(f"{place_at(target).uri}: there is no experiment {experiment!r}")
+            raise InvalidInput(no_experiment(store, experiment, place_at(target).uri))
         yield store, state
 
 
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial named `trial`, or all trials if it is None.
+    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None.
 
     Raises:
         InvalidInput: there is no trial of this name.
     """
-    if trial is None:
-        return list(state.trials.values())
-    if trial not in state.trials:
-        raise InvalidInput(f"experiment {state.name!r}: there is no trial {trial!r} among its {len(state.trials)}")
-    return [state.trials[trial]]
+    from prefect_tune.core.experiment.summary import trial_named
+
+    return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
 
 
 def written_at(store: ObjectStore, state: Experiment) -> str:

@@ -26,16 +26,24 @@ _INTERRUPTED = 130
 
 
 def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the trainable, scheduler, search and stop before a server is used; return `parameters` unchanged.
+    """Check the trainable, space, scheduler, search and stop before a server is used; return `parameters` unchanged.
 
     Raises:
         WrongUsage: one of them is not valid.
     """
+    from prefect_tune.executors.import_check import require_importable
     from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
+    from prefect_tune.parameters.search_plan import space_of
     from prefect_tune.parameters.training_request import stopper_for, valid_trainable
 
+    def importable(trainable: str) -> None:
+        valid_trainable(trainable)
+        if parameters.get("trials") != "deployment":
+            require_importable(trainable, parameters.get("isolation", "process"), logging.getLogger(__name__))
+
     checks: Mapping[str, Callable[[Any], object]] = {
-        "trainable": valid_trainable,
+        "trainable": importable,
+        "space": space_of,
         "scheduler": scheduler_from,
         "search": lambda given: with_samples(search_from(given), parameters.get("num_samples")),
         "stop": stopper_for,
