@@ -22,6 +22,7 @@ from typing import Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
+from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.process_reset import (
     ProcessState,
     flush_output,
@@ -31,7 +32,6 @@ from prefect_tune.runtime.process_reset import (
 )
 from prefect_tune.runtime.trial_process import (
     forks_end,
-    load_trainable,
     remember_source,
     text_of,
 )
