@@ -192,8 +192,8 @@ class ForkServers:
         """Return what trials of this kind are forked from if it runs and is ready, else None."""
         with self._guard:
             if not self._has_templates or kind in self._unfit:
-                return self._running.get(frozenset(kind.read_at_start.items()))
-            own = self._running.get(kind)
+                return self._used(frozenset(kind.read_at_start.items()))
+            own = self._used(kind)
             return own if isinstance(own, Template) and own.is_ready(timedelta(0)) and not own.why_not else None
 
     def plain(self, kind: TrialKind) -> ForkServer:
@@ -249,9 +249,15 @@ class ForkServers:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
-            found = self._running.pop(key, None) or start()
-            self._running[key] = found  # ordered by last use
+            if (found := self._used(key)) is None:
+                self._running[key] = found = start()
             return found
+
+    def _used(self, key: _Key) -> Forks | None:
+        """Return what runs under this key, and put it last: they are ordered by their last use."""
+        if (found := self._running.pop(key, None)) is not None:
+            self._running[key] = found
+        return found
 
     def _note(self, kind: TrialKind, template: Template, log: Log) -> None:
         with self._guard:
