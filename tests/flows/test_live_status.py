@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget, SyncConfig
-from tests.flows.driver import Driver, Drivers, until
+from tests.flows.driver import Driver, Drivers, Flow, until
 
 _PATIENT = "tests.trainables.patient:Patient"
 _SOON_SECONDS = 240
@@ -35,11 +35,13 @@ def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
     return found
 
 
-def started(drivers: Drivers, target: LocalTarget, until_there: Path, period: float | None) -> Driver:
+def started(
+    drivers: Drivers, target: LocalTarget, until_there: Path, period: float | None, flow: Flow = "tune"
+) -> Driver:
     return drivers.start(
         _PATIENT,
         {"until": str(until_there)},
-        flow="tune",
+        flow=flow,
         target=target,
         experiment="e",
         metric="loss",
@@ -55,10 +57,11 @@ def steps(target: LocalTarget) -> list[tuple[str, int]]:
     return [(each["status"], each["step"]) for each in shown(target).get("trials", ())]
 
 
+@pytest.mark.parametrize("flow", ["tune", "tune on Dask"])
 def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_before_any_of_it_is_due(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+    flow: Flow, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    driver = started(drivers, local_target, tmp_path / "go", period=1)
+    driver = started(drivers, local_target, tmp_path / "go", 1, flow)
     until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
     found = shown(local_target)
     assert found["trials_by_status"] == {"running": 2}
@@ -76,7 +79,8 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     (tmp_path / "go").touch()
     driver.wait()
     assert shown(local_target)["trials_by_status"] == {"finished": 2}
-    assert not list(Path(local_target.path).glob("e/live/*")), "it is of no use any more"
+    left = [*Path(local_target.path).glob("e/live/*"), *Path(local_target.path).glob("e/trials/*/live/*")]
+    assert not left, "it is of no use any more"
 
 
 def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(

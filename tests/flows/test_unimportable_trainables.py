@@ -84,7 +84,7 @@ def test_a_misspelt_trainable_is_refused_before_anything_is_written(
 
 def test_a_trainable_that_only_the_import_defines_trains(importers: Callable[[], set[int]], tmp_path: Path) -> None:
     results = pt.tune("models_here:Dynamic", {"x": 1.0}, target=str(tmp_path / "t"), experiment="e", num_samples=1)
-    assert [each.status for each in results.trials.values()] == [Status.FINISHED]
+    assert [each.status for each in results.trials.values()] == [Status.COMPLETED]
     assert os.getpid() not in importers()
     assert len(importers()) == 2, "one process has checked it, and one has trained it"
 
@@ -127,7 +127,7 @@ def test_an_import_that_fails_in_the_first_attempts_ends_the_search_which_the_sa
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         again = pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
-    assert [each.status for each in again.trials.values()] == [Status.FINISHED] * 9
+    assert [each.status for each in again.trials.values()] == [Status.COMPLETED] * 9
     assert "space" not in caplog.text
 
 

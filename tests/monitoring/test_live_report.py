@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -159,7 +161,10 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     searched(tmp_path, "watched", **options, scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
     assert "· 1 running" in pages[0]
+    assert re.search(r"\| \d\d:\d\d:\d\d UTC; refreshed at most every 15 s until the run ends \|", pages[0])
+    assert re.search(rf"\| running \| \d+ \| {re.escape(socket.gethostname())} \|", pages[0])
     assert "· 1 running" not in page("report-watched")
+    assert "**as of**" not in page("report-watched")
     shares = [share for _, share in looks.seen]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 100

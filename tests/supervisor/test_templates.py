@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.supervisor import fork_client
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Family, Hearing, heard, log_to, metrics_of, nothing_left, until
 from tests.supervisor.modules import Module
@@ -117,7 +116,7 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
         raise OSError(28, "No space left on device")
 
     with nothing_left(), TrialProcessPool(slots=1, reuse="fork") as pool:
-        monkeypatch.setattr(fork_client.os, "memfd_create", full)
+        monkeypatch.setattr("os.memfd_create", full)
         with pytest.raises(OSError, match="No space"), pool.process(module.start(), log_to(hearing)):
             pass
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")

@@ -35,7 +35,7 @@ class Search:
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet("e")
         self.now = 0.0
-        self.tracker = ProgressTracker(self.experiment, outlook, self.now)
+        self.tracker = ProgressTracker(self.experiment, outlook, self.now, NOON)
 
     def happens(self, *events: Event) -> None:
         for event in events:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prefect_tune.core.events.experiment_events import (
+    Absorbed,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -47,7 +48,7 @@ class SimulatedSearch:
         self.step_of: dict[str, int] = {}
         self.next_at: dict[str, float] = {}
         outlook = SearchEstimate("e", trial_count=self.trials, step_count=self.steps, slot_count=self.slots)
-        self.tracker = ProgressTracker(self.experiment, outlook, now=0.0)
+        self.tracker = ProgressTracker(self.experiment, outlook, 0.0, NOON)
         self._fill()
 
     def left(self) -> timedelta | None:
@@ -130,6 +131,28 @@ def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_aga
     require_true_estimate(search)
 
 
+def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_run() -> None:
+    state = after_event(nothing_yet("e"), TrialAdded(trial="a", config={}, apart=True), 1)
+    tracker = ProgressTracker(state, SearchEstimate("e", trial_count=1, step_count=100), 0.0, NOON)
+    saved = CheckpointRef(step=50, sequence=3)
+    reports = (Reported(trial="a", report=StepReport(step=step, metrics={})) for step in range(1, 51))
+    entries: list[tuple[float, float, tuple[Event, ...]]] = [  # when they arrive, when they were written, events
+        (0.01, -60, (Started(trial="a", attempt=1, from_step=0),)),
+        (0.02, -5, (*reports, Committed(trial="a", checkpoint=saved))),
+        (0.03, -1, (AttemptEnded(trial="a", cause=Cause.MACHINE, message="killed"),)),
+        (0.04, 0.04, (Started(trial="a", attempt=2, from_step=50, from_sequence=3),)),
+    ]
+    for number, (now, at, events) in enumerate(entries, 1):
+        event = Absorbed(trial="a", number=number, events=events, at=(NOON + timedelta(seconds=at)).isoformat())
+        state = after_event(state, event, number + 1)
+        tracker.happened(event, state, NOON, now)
+    for step in range(51, 61):
+        tracker.reported("a", StepReport(step=step, metrics={}), state, step - 50.0)
+        left = tracker.state(step - 50.0).left
+        assert left is not None
+        assert left.total_seconds() == pytest.approx(100 - step, rel=0.05)
+
+
 def test_the_pace_after_a_resume_is_that_of_the_run_that_resumed() -> None:
     search = SimulatedSearch(slots=2, trials=5, steps=20, step_seconds=2, saves_every=5)
     search.run(until=57)
@@ -146,7 +169,7 @@ def test_the_time_in_which_attempts_start_counts_for_each_attempt_and_not_for_ea
 
 def test_without_a_number_of_steps_new_trials_train_as_many_as_the_finished_ones() -> None:
     search = SimulatedSearch(slots=2, trials=6, steps=10, step_seconds=3)
-    search.tracker = ProgressTracker(nothing_yet("e"), SearchEstimate("e", trial_count=6, slot_count=2), 0.0)
+    search.tracker = ProgressTracker(nothing_yet("e"), SearchEstimate("e", trial_count=6, slot_count=2), 0.0, NOON)
     search.experiment, search.next_at = nothing_yet("e"), {}
     search._fill()
     search.run(until=20)

@@ -89,7 +89,7 @@ def progress(
         log: of the flow run.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic()), log)
+    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC)), log)
     if in_terminal and can_show(sys.stdout):
         seen.is_shown = True
         with live_display(seen.draw, seen.fall_back, sys.stdout):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import ExperimentView
-from prefect_tune.terminal.formatting import format_duration
+from prefect_tune.terminal.formatting import format_duration, parse_time
 
 __all__ = ["UNKNOWN", "Freshness", "format_moment", "freshness_of"]
 
@@ -72,20 +72,12 @@ def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
     """Return how old `view` is at `now`; a time in the future counts as now, since clocks differ."""
     runs = any(each.status is Status.RUNNING for each in view.experiment.trials.values())
     period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
-    as_of = _moment(view.as_of)
+    as_of = parse_time(view.as_of)
     age = max(timedelta(0), now - as_of) if as_of is not None else timedelta(0)
     return Freshness(as_of, age, runs, period)
 
 
 def format_moment(at: str | None, now: datetime) -> str:
     """Return how long ago a time of the target was: `12 s ago`; empty for none."""
-    found = _moment(at) if at else None
+    found = parse_time(at) if at else None
     return "" if found is None else f"{format_duration(max(timedelta(0), now - found))} ago"
-
-
-def _moment(at: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(at)
-    except ValueError:
-        return None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)

@@ -28,6 +28,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status,
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.terminal.formatting import parse_time
 from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
 
 _NOTES = 50
@@ -88,9 +89,10 @@ class ProgressTracker:
     The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
 
-    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float) -> None:
+    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float, at: datetime) -> None:
         self._outlook = outlook
         self._began = now
+        self._began_at = at
         self._guard = threading.Lock()
         self._experiment = experiment
         self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
@@ -116,6 +118,18 @@ class ProgressTracker:
             self._experiment = experiment
             for each in event.events if isinstance(event, Absorbed) else (event,):
                 self._receive(each, at, now)
+            if isinstance(event, Absorbed) and self._is_earlier(event):
+                self._forget_times(event.trial, now)
+
+    def _is_earlier(self, event: Absorbed) -> bool:
+        """Whether the entry was written before this run, which learns of it only now."""
+        written_at = parse_time(event.at or "")
+        return written_at is not None and written_at < self._began_at
+
+    def _forget_times(self, trial: str, now: float) -> None:
+        """Measure the trial's present attempt from now on: the steps so far are not those of this run."""
+        if trial in self._attempts:
+            self._attempts[trial] = [AttemptTimes(now, self._attempts[trial][-1].step)]
 
     def reported(self, trial: str, report: StepReport, experiment: Experiment, now: float) -> None:
         """Take in a step's report as soon as the step is trained."""
