@@ -44,7 +44,7 @@ class Computes(pt.Trainable):
 
 
 def _show_nothing(subscribers: ModuleType) -> None:
-    """Take away the report, the progress, the events and the assets; everything else stays as it is."""
+    """Take away report, progress, live status, events and assets; everything else stays as it is."""
     from prefect_tune.monitoring.listener import ObserverGroup
 
     class Nobody(ObserverGroup):
@@ -57,7 +57,7 @@ def _show_nothing(subscribers: ModuleType) -> None:
 
     for name in ("EventEmitter", "Reporter"):
         setattr(subscribers, name, lambda *_: None)
-    for name in ("emitting_events", "reported"):
+    for name in ("emitting_events", "reported", "LiveStatusObserver"):
         setattr(subscribers, name, unheard)
 
 

@@ -63,6 +63,13 @@ class SyncConfig(StrictBlock):
         allow_inf_nan=False,
         description="Least time in seconds between two periodic syncs.",
     )
+    live_period_seconds: float | None = Field(
+        default=5,
+        ge=1,
+        allow_inf_nan=False,
+        description="Time in seconds between two writes of the newest steps of all running trials, which `show`, `ls` "
+        "and `report` read: one small object each time. Empty: none are written.",
+    )
     sync_timeout_seconds: float = Field(
         default=1800,
         gt=0,
@@ -155,6 +162,10 @@ class SyncConfig(StrictBlock):
     @property
     def sync_period(self) -> timedelta:
         return timedelta(seconds=self.sync_period_seconds)
+
+    @property
+    def live_period(self) -> timedelta | None:
+        return None if self.live_period_seconds is None else timedelta(seconds=self.live_period_seconds)
 
     @property
     def sync_timeout(self) -> timedelta:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.prefect_api.returned_failure import failed_by
 from prefect_tune.runtime.checkpoint import Checkpoint
 
 __all__ = ["TrialResult", "durable_trainable"]
@@ -25,7 +27,7 @@ class TrialResult:
     experiment: str
     trial: str
     status: Status
-    """For example finished, errored or paused."""
+    """For example completed, interrupted or errored."""
     reason: str
     """Why it has this status."""
     step: int
@@ -98,7 +100,10 @@ def durable_trainable(
     given.pop("config")
     from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
 
-    spec, trial = trained(SearchPlan(**given), config)
+    found = trained(SearchPlan(**given), config)
+    if isinstance(found, TrialFailed):
+        return failed_by(found, TrialResult)
+    spec, trial = found
     return TrialResult(
         experiment=spec.trial.experiment,
         trial=trial.trial,

@@ -18,10 +18,12 @@ from prefect_tune.parameters.form_schema import (
     TargetField,
 )
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.parameters.samples_per_run import require_one_count
+from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
 from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results.results import Results
+from prefect_tune.suspension.answers import chosen_before
+from prefect_tune.tasks.experiment_state import no_experiment_at
 from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment
 from prefect_tune.trust.require_trusted import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched
@@ -68,8 +70,8 @@ def resume(
         experiment: its name on the target.
         target: where the experiment is stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
             such as `s3-target/prod`, or the block.
-        num_samples: new total number of samples: the search continues where it ended. A smaller number than there
-            are samples adds none. Default: the number in the journal.
+        num_samples: new total number of samples, not smaller than before: the search continues where it ended.
+            Default: the number in the journal.
         samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old one continue.
         rerun_errored: run errored trials again; `only` runs these and no others.
@@ -109,6 +111,7 @@ def resume(
         UnsafePayload: its journal names something that is not trusted; the message says what to pass.
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
+        SearchFailed: every trial errored; its `results` are the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
@@ -125,6 +128,8 @@ def resume(
     known = _found(where, experiment)
     options = {name: value for name, value in parameters.items() if name not in _WHICH}
     changed = {name: value for name, value in options.items() if name not in OF_THE_RUN and value is not None}
+    if search is None and not chosen_before(known.experiment):  # a form has extended it since this run began
+        require_no_fewer(num_samples, known.experiment)
     require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
@@ -137,7 +142,7 @@ def _found(target: StorageTarget, experiment: str) -> LoadedJournal:
     known = read_known(target, experiment)
     state = known.experiment
     if not state.number:
-        raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
     if not state.settings:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} is not a search: resume it with pt.durable_trainable(...)"

@@ -7,22 +7,19 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Completed, Failed
 
-from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of
 from prefect_tune.executors.trial_parameters import TrialParameters, request_from
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.tasks import attempt_supervisor as outcomes
 
 __all__ = ["train_trial"]
 
 
-@flow(name="train-trial", flow_run_name="train {parameters.trial.trial}", persist_result=False)
+@flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
 def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: int) -> State[Any]:
-    """Train one attempt of a trial. Its journal records how it ends; the flow run's state only shows it.
+    """Train one attempt of a trial. Its journal records how it ends; the states of its runs only show it.
 
     Args:
         parameters: the plan, from `TrialParameters.of`.
@@ -33,14 +30,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     request = request_from(orders)
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(plan.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
-        link = StoreLink(plan.target, plan.trial, attempt).trained_in(pool)
-        found = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
-    match found.outcome:
-        case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
-            return Cancelled(message=message)
-        case outcomes.Asking(question=asked):
-            return Cancelled(message=f"the trial asks a person: {asked.question}")
-        case outcomes.Failed(message=message):
-            return Failed(message=message)
-        case outcomes.Done(reason=reason) | outcomes.Yielded(reason=reason):
-            return Completed(message=reason)
+        link = StoreLink(plan.target, plan.trial, attempt, plan.sync.live_period).trained_in(pool)
+        ended = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
+    # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
+    return State(type=ended.type, message=f"{ended.name}: {ended.message}")

@@ -13,7 +13,9 @@ from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Even
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
+    EndOfAttempt,
     FromTrial,
+    Leave,
     MilestoneReached,
     Question,
     StateSaved,
@@ -44,6 +46,8 @@ class Done:
     returned: bool
     left: bool = False
     """Whether the scheduler or a stop request ended the trial for good."""
+    end: EndOfAttempt | None = None
+    """How the search had it end; None for a trial that completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Yielded:
     """The trial paused and freed its slot, because the scheduler decided so."""
 
     reason: str
+    end: EndOfAttempt | None = None
+    """How the search had it end; None for a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class _Supervisor:
         self._committed = 0  # counted by the commit worker's thread
         self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
+        self._left: EndOfAttempt | None = None
         link.connect(self._answer)
         self._asked_at: float | None = None
         self._kills_seen = (time.monotonic(), _out_of_memory_kills())
@@ -161,7 +168,9 @@ class _Supervisor:
             return Asking(ended.question)
         if ended.interrupted:
             return self._failed(Cause.PREEMPTED, ended.reason)
-        return Yielded(ended.reason) if ended.paused else Done(ended.reason, ended.returned, ended.left)
+        if ended.paused:
+            return Yielded(ended.reason, self._left)
+        return Done(ended.reason, ended.returned, ended.left, self._left if ended.left else None)
 
     def _take_down(self, done: StepDone) -> None:
         is_read = done.asks and self._link.reads_journal
@@ -183,6 +192,8 @@ class _Supervisor:
         if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
             self._heard_at = time.monotonic()
         self._asks = False
+        if isinstance(answer, Leave):
+            self._left = answer.end
         self._channel.tell(answer)
 
     def _saved(self, step: int) -> None:

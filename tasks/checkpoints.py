@@ -23,9 +23,9 @@ from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING, is_away, with_retries
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.task_retries import RETRYING, is_away, with_retries
 
 __all__ = [
     "ClonedCheckpoint",

@@ -37,15 +37,15 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.prefect_api.short_task_run import run_here
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import (
     SavedCheckpoint,
     delete_checkpoint,
@@ -159,7 +159,7 @@ class CommitWorker:
             self._log.error("the attempt's end could not be journaled: %s", error)
 
     def _write_end(self) -> None:
-        if self._trial.status is Status.RUNNING:
+        if self._trial.phase is Phase.RUNNING:
             self._write(self._ending)
 
     def _run(self) -> None:

@@ -21,22 +21,25 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.events.experiment_events import Event, Owner
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.task_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
+from prefect_tune.tasks.dead_attempts import settle_dead_attempts
 
 __all__ = [
     "Opening",
     "check_target",
     "experiment_id",
+    "no_experiment_at",
     "open_journal",
     "read_experiment",
     "read_journal",
@@ -120,12 +123,13 @@ def _opened(
     store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
 ) -> Experiment:
     said: Sequence[Event] | None = None
+    before = nothing_yet(key)
 
     def also(found: Experiment) -> Sequence[Event]:
-        nonlocal said
+        nonlocal said, before
         if found.owner is not None and opening.owner.is_behind(found.owner):
             raise _BehindError(f"{key}: these orders have been replaced by newer ones, which {found.owner} carries out")
-        said = opening.also(found)
+        said, before = opening.also(found), found
         return said
 
     try:
@@ -136,6 +140,7 @@ def _opened(
             _hear_again(store, opened, opening.listener, transfers)
         else:
             opening.listener([opened.opened_by(), *said], opened)
+        settle_dead_attempts(before, opening.owner)
         if opened.settled_from == opened.opened_at:
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)
@@ -258,3 +263,9 @@ def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: flo
     """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return read(store, experiment, side_by_side=transfers)
+
+
+def no_experiment_at(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+    """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        return no_experiment(store, experiment, target.uri)

@@ -27,11 +27,12 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.task_retries import RETRYING
 
 __all__ = ["ForkRequest", "fork_experiment"]
 
@@ -76,7 +77,7 @@ def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, tra
     if there.origin is not None and there.is_whole and _is_asked_for(there, request):
         return there
     if not load(store, request.experiment, side_by_side=transfers).number:
-        raise ResumeFailed(f"there is no experiment {request.experiment!r} at {target.uri}. Nothing was started")
+        raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
     log = get_run_logger()
     past = _past(store, request, there, transfers)
     past = replace(past, settings=_settings(past, request, target.signing_secret))
@@ -120,7 +121,7 @@ def _say(log: Log, past: Past, made: Fork) -> None:
     for name, refs in made.lost.items():
         trial = made.experiment.trial(name)
         left = trial.checkpoints[-1].step if trial.checkpoints else None
-        then = "" if trial.status in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
+        then = "" if trial.phase in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
         log.warning("trial %s: the origin has deleted %s since%s", name, _told({name: refs}), then)
 
 

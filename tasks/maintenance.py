@@ -26,9 +26,9 @@ from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.task_retries import RETRYING, with_retries
 
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8
@@ -125,7 +125,7 @@ def prune_checkpoints(
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
-        if any(each.status not in ENDED for each in state.trials.values()):
+        if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
         best = best_of(state)
         keys = [_key(state, each) for each in state.trials.values() if best is None or each.trial != best.trial]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefect import task
 
-from prefect_tune.arrow_tables import as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
+from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.experiment.experiment import Experiment
@@ -18,8 +18,8 @@ from prefect_tune.core.journal.journal import history
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import Rows, delete_older_results, results_path
-from prefect_tune.retry_policy import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.task_retries import RETRYING
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +61,12 @@ def _publish(
     store: ObjectStore, experiment: Experiment, objective: Objective | None, rows: Rows, table: pa.Table
 ) -> str:
     path = results_path(experiment.name, rows, experiment.number)
-    about = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
+    about = {
+        "experiment": experiment.name,
+        "entry": str(experiment.number),
+        "digest": experiment.digest,
+        "version": COLUMNS_VERSIONS[rows],
+    }
     if objective is not None:
         about["objective"] = objective.model_dump_json()
     with suppress(AlreadyExists):  # the name holds the entry's number, and the entry decides the content

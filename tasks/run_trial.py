@@ -7,8 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from prefect import task
+from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
@@ -27,21 +29,24 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.learning_curves import curve
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint, newest_key
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal, history
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.retry_policy import RETRYING, retrying_refusals, skip_prefect_introspection
+from prefect_tune.prefect_api.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log, trial_in_place
+from prefect_tune.supervisor.process_output import TrialLog
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
+from prefect_tune.task_retries import RETRYING, retrying_refusals, skip_prefect_introspection
+from prefect_tune.tasks.attempt_states import state_of
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
@@ -65,12 +70,15 @@ class AttemptResult:
     experiment: Experiment
 
 
-@task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> AttemptResult:
+@task(name=RUN_TRIAL, task_run_name="train {plan.trial.trial} · attempt {request.attempt}", **RETRYING)
+def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
     hands over is persisted, then committed, then acknowledged to it.
+
+    The task run ends in the returned state, which tells people how the attempt ended: Completed, Pruned, Paused,
+    Interrupted or Failed, with the reason. The journal decides what follows.
 
     Args:
         plan: the specification of the trial.
@@ -83,15 +91,36 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Att
         ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    with retrying_refusals(), closing(link), holding_concurrency_limits(plan.concurrency_limits, link.stop):
-        return _attempt(plan, request, link, get_run_logger())
+    log = _log_of(plan)
+    with (
+        quiet_inner_tasks(),
+        retrying_refusals(),
+        closing(link),
+        holding_concurrency_limits(plan.concurrency_limits, link.stop),
+    ):
+        ended = _attempt(plan, request, link, log)
+    _log_traceback(ended, plan, log)
+    return state_of(ended.outcome, plan.trial.trial)
+
+
+def _log_of(plan: TrialSpec) -> Log:
+    """Return the log of the task run; each message of a search's trial names the trial."""
+    log = get_run_logger()
+    return TrialLog(log, plan.trial.trial) if plan.apart else log
+
+
+def _log_traceback(ended: AttemptResult, plan: TrialSpec, log: Log) -> None:
+    """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown."""
+    outcome = ended.outcome
+    if isinstance(outcome, Failed) and outcome.cause is not Cause.PREEMPTED and "\n" in outcome.message.strip():
+        log.error("attempt %d failed: %s", ended.experiment.trial(plan.trial.trial).attempt, outcome.message.strip())
 
 
 def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
     journal_writer = _journal_writer(plan, request, link)
     if isinstance(journal_writer, AttemptResult):
         return journal_writer
-    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
+    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).phase is not Phase.RUNNING:
         return AttemptResult(
             Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
         )
@@ -139,7 +168,7 @@ def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchL
     journal_writer = JournalWriter(plan.target, experiment, write_entry, link.wrote)
     if (ended := _ended(experiment, plan)) is not None:
         return ended
-    if experiment.trial(plan.trial.trial).status is Status.RUNNING:
+    if experiment.trial(plan.trial.trial).phase is Phase.RUNNING:
         lost = "its supervisor failed, and was retried"
         journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
     _carry_out(plan, request, journal_writer)
@@ -149,9 +178,9 @@ def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchL
 def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
     """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
     trial = experiment.trial(plan.trial.trial)
-    if trial.status is Status.FINISHED:
+    if trial.phase is Phase.FINISHED:
         return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
-    return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
+    return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
 
 
 def _own_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
@@ -214,7 +243,7 @@ def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: Journal
     state = journal_writer.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in request.puts_aside if each.sequence in known]
-    if state.status in ENDED:
+    if state.phase in ENDED:
         events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
     if events:
         journal_writer.write(events)
@@ -281,12 +310,11 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
 
 def _say_what_is_lost(trial: Trial, log: Log) -> None:
     """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
-    if trial.attempt and trial.step and trial.status is not Status.RUNNING and newest_checkpoint(trial) is None:
+    if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
-            "trial %s: no checkpoint was committed: its %s trained again; save%s",
-            trial.trial,
+            "no checkpoint was committed: its %s trained again; save%s",
             plural(trial.step, "step is", "steps are"),
-            ", or use ASHA(variant='stopping')" if trial.status is Status.PAUSED else " now and then",
+            ", or use ASHA(variant='stopping')" if trial.phase is Phase.PAUSED else " now and then",
         )
 
 
@@ -296,7 +324,7 @@ def _begin(
     trial = journal_writer.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     reports = curve_up_to(plan, from_ref)
-    if trial.status is not Status.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
+    if trial.phase is not Phase.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
         started = Started(
             trial=trial.trial,
             attempt=trial.attempt + 1,

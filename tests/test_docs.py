@@ -16,9 +16,10 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import loggers
+from prefect_tune.built_in import BUILT_IN
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
@@ -73,7 +74,7 @@ TESTED = {
     RESUME: {"python"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
-every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in pt.BUILT_IN["scheduler"]])
+every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
@@ -102,7 +103,7 @@ def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: s
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
     assert "{'rate': 0.7105" in done.stdout
-    assert re.search(r"^00001  finished  27    \S+  0.710535", done.stdout, re.MULTILINE)  # as on the page
+    assert re.search(r"^00001  completed  27    \S+  0.710535", done.stdout, re.MULTILINE)  # as on the page
     assert re.search(r"^50 0\.000\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["x"]
@@ -325,8 +326,10 @@ def test_all_that_a_search_leaves_on_a_target_is_on_the_page(prefect_server: str
     lines = the_block(LAYOUT, "text").code.split()
     found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in files_in(target)}
     assert [path for path, matching in found.items() if len(matching) != 1] == []
-    # Not of each search: of one that is stopped, of one whose trials are elsewhere, of one that writes ten entries.
-    rare = {line for line in lines if re.match("<experiment>/(requests|trials/<trial>/answers|segments)/", line)}
+    # Not of each search: of one that is stopped, of one that still runs, of one whose trials are elsewhere, of one that
+    # writes ten entries.
+    folders = "requests|live|trials/<trial>/(answers|live)|segments"
+    rare = {line for line in lines if re.match(f"<experiment>/({folders})/", line)}
     assert {*lines} - rare <= {matching[0] for matching in found.values()}
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from prefect_tune.built_in import BUILT_IN
+
 if TYPE_CHECKING:
     from prefect_tune.artifact_sync.syncer import Syncer
     from prefect_tune.blocks import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         ObjectNotFound,
         ResumeFailed,
         SaveOvertaken,
+        SearchFailed,
         StagedFilesChanged,
         StoreRefused,
         StoreUnavailable,
@@ -171,6 +174,7 @@ __all__ = [
     "Schedule",
     "Scheduler",
     "Search",
+    "SearchFailed",
     "SearchInfo",
     "StagedFilesChanged",
     "Stop",
@@ -229,27 +233,6 @@ __all__ = [
     "uniform",
 ]
 
-BUILT_IN = {
-    "scheduler": {
-        "FIFO": "prefect_tune.core.schedulers.fifo",
-        "ASHA": "prefect_tune.core.schedulers.asha",
-        "Hyperband": "prefect_tune.core.schedulers.hyperband",
-        "MedianStopping": "prefect_tune.core.schedulers.median_stopping",
-        "PBT": "prefect_tune.core.schedulers.pbt",
-    },
-    "search": {
-        "RandomSearch": "prefect_tune.core.search.random_search",
-        "OptunaSearch": "prefect_tune.integrations.optuna",
-    },
-    "stop": {
-        **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.experiment.trial_stoppers"),
-        **dict.fromkeys(
-            ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"),
-            "prefect_tune.core.experiment.experiment_stoppers",
-        ),
-    },
-}
-"""The modules of the schedulers, searches and stoppers that have a JSON form, by the parameter that takes them."""
 _NAMES_BY_MODULE = {
     "prefect_tune.core.schedulers.base": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "

@@ -11,15 +11,17 @@ from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.models import StepReport, flat
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.storage.result_files import Rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _INT64 = 2**63
-_VERSION = b"1"
+COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "2", "reports": "1"}
 """Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
 
-`prefect-tune/version` is not written for the first one.
+Trials 2: `status` says completed, pruned or interrupted where 1 said finished, and interrupted for some that 1 said
+are pending. A file says its version as `prefect-tune/version`; the first releases wrote none, which means 1.
 """
 
 
@@ -63,7 +65,7 @@ def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
 
 
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the table in a Parquet file; None if it was made from a journal state with another digest.
+    """Return the reports in a Parquet file; None if it was made from a journal state with another digest.
 
     None too if its columns are of another version than this release's. Nothing in such a file is executed. Raises
     pyarrow's errors if `data` is not a Parquet file.
@@ -73,7 +75,7 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 
     table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
     about = table.schema.metadata or {}
-    is_of_this_release = about.get(b"prefect-tune/version", _VERSION) == _VERSION
+    is_of_this_release = about.get(b"prefect-tune/version", b"1") == COLUMNS_VERSIONS["reports"].encode()
     return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
 
 

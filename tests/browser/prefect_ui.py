@@ -141,6 +141,13 @@ class RunPage:
         self.page.get_by_role("option", name="Newest to oldest").click()
         self.page.locator("main").get_by_text(text).first.wait_for()
 
+    def attempts(self, state: str) -> None:
+        """List the task runs of attempts; wait until one of them is in the state of this name."""
+        self.page.get_by_role("tab", name="Task Runs").click()
+        self.page.get_by_placeholder("Search by run name").fill("train ")
+        self.page.locator("main").get_by_text(re.compile("^train .* · attempt 1$")).first.wait_for()
+        self.shows(state)
+
     def report(self, key: str) -> Locator:
         """Open the artifact of this key, once there is one; return what it says."""
         self.page.get_by_role("tab", name="Artifacts").click()

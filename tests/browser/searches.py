@@ -59,7 +59,7 @@ class Search:
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
             known = load(store, self.experiment, side_by_side=map).trials
             return {
-                name: each if each.status in ENDED else trial_today(store, self.experiment, each, side_by_side=map)
+                name: each if each.phase in ENDED else trial_today(store, self.experiment, each, side_by_side=map)
                 for name, each in known.items()
             }
 

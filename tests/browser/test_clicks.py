@@ -72,7 +72,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     page.report("report-rates").get_by_text("6 trials").first.wait_for()
     ui.picture("4-report-at-the-end")
     trials = search.trials()
-    assert [(each.status, each.step) for each in trials.values()] == [(Status.FINISHED, STEPS)] * 6
+    assert [(each.status, each.step) for each in trials.values()] == [(Status.COMPLETED, STEPS)] * 6
     assert sum(each.wasted_steps for each in trials.values()) == 0
     assert all(trials[name].attempt == 2 for name, step in saved.items() if step >= LINGERS_AT)
 
@@ -94,11 +94,13 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     page.confirm(page.act("Retry"), "Retry")
     page.shows("Completed")
     ui.picture("6-retried")
+    page.attempts("Crashed")
+    ui.picture("6-attempts-of-the-killed-process")
 
     assert installation.runs().keys() == before
     assert installation.run(run).run_count == 2
     trials = search.trials().values()
-    assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.FINISHED, STEPS, 2)] * 2
+    assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.COMPLETED, STEPS, 2)] * 2
     assert all(each.wasted_steps <= SAVED_EVERY for each in trials)
 
 
@@ -112,6 +114,8 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     page.shows("Cancelled")
     page.logs("resumable")
     ui.picture("7-cancelled")
+    page.attempts("Failed")
+    ui.picture("7-attempts-interrupted-and-failed")
     whole, broken = search.trials().values()
     assert (broken.status, broken.attempt) == (Status.ERRORED, 1)
     saved = newest_checkpoint(whole)
@@ -130,7 +134,7 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     page.report(f"report-{search.experiment}").get_by_text("2 trials").first.wait_for()
     ui.picture("9-report-of-what-was-resumed")
     trials = search.trials().values()
-    assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.FINISHED, STEPS, 2)] * 2
+    assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.COMPLETED, STEPS, 2)] * 2
     assert sum(each.wasted_steps for each in trials) <= 2  # of the one that errored
 
 

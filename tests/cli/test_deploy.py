@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy
@@ -16,8 +21,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
+from prefect_tune.deploy.apply_automations import automation_names, uninstall_automations
 from prefect_tune.deploy.deployment_specs import OFFERS, TAG
 from tests.fakes.command_line import Run
+from tests.fakes.pages import ROOT
 from tests.fakes.refusing_server import refusing
 
 POOL = "deploying"
@@ -78,6 +85,55 @@ def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed
     installed = {each.name for each in client.read_automations()}
     assert done["automations"]
     assert set(done["automations"]) <= installed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "default_pool", "deployed"),
+    [
+        (["--all"], POOL, [offer.name for offer in OFFERS]),
+        (["--name", "tune", "--pool", POOL], "", ["tune"]),
+    ],
+    ids=["all, to the default pool", "one, to a pool"],
+)
+def test_prefects_own_command_deploys_the_shipped_file(
+    client: SyncPrefectClient, prefect_server: str, arguments: list[str], default_pool: str, deployed: Sequence[str]
+) -> None:
+    with suppress(ObjectNotFound):
+        for name in deployed:
+            client.delete_deployment(read(client, f"{name}/{name}").id)
+    settings = {"PREFECT_API_URL": prefect_server, "PREFECT_DEFAULT_WORK_POOL_NAME": default_pool}
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **{name: value for name, value in settings.items() if value}},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in deployed:
+        made = read(client, f"{name}/{name}")
+        assert (made.work_pool_name, made.tags, made.pull_steps) == (POOL, [TAG], [])
+
+
+def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectClient) -> None:
+    uninstall_automations()
+    restarts = ["prefect-tune: start again after a crash", "prefect-tune: take a silent run for crashed"]
+    said = run("deploy", "tune", "--work-pool", POOL).out
+    assert [line for line in said.splitlines() if line.startswith("automation")] == [
+        f"automation  on   {name}" for name in restarts
+    ]
+    assert "no alert is sent: --notify slack-webhook/NAME installs them\n" in said
+    assert {each.name for each in client.read_automations()} & set(automation_names()) == set(restarts)
+
+    CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/").save("deploy-alerts", overwrite=True)
+    said = run("deploy", "tune", "--work-pool", POOL, "--notify", "custom-webhook/deploy-alerts").out
+    assert "automation  on   prefect-tune: new best\n" in said
+    assert "no alert is sent" not in said
+    assert "prefect-tune: new best" in run("deploy", "tune", "--work-pool", POOL).out, "what is there is kept"
+    refused = run("deploy", "tune", *TO, "--notify", "custom-webhook/deploy-alerts")
+    assert (refused.code, "leave out --no-automations" in refused.err) == (2, True)
+    uninstall_automations()
 
 
 @pytest.mark.parametrize(

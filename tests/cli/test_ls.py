@@ -15,7 +15,7 @@ from tests.fakes.experiments import write_experiment, write_search
 
 def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
     shown = json.loads(run("show", moods, "moods", "--json").out)
-    assert shown["trials_by_status"] == {"finished": 2, "errored": 2}
+    assert shown["trials_by_status"] == {"completed": 2, "errored": 2}
     assert (shown["metric"], shown["mode"]) == (["loss"], ["min"])
     assert [each["trial"] for each in shown["trials"][:2]] == ["00003", "00001"]
     assert shown["trials"][0]["config"] == {"fails": "not", "x": 0.25, "always": "[bold]"}
@@ -26,8 +26,8 @@ def test_for_people_a_search_is_a_table_of_what_its_trials_differ_in(run: Run, m
     lines = run("show", moods, "moods").out.splitlines()
     header = next(number for number, line in enumerate(lines) if line.startswith("trial "))
     assert lines[header].split() == ["trial", "status", "step", "loss", "fails", "x"]
-    assert lines[header + 1].split() == ["00003", "finished", "3", "0.583333", "not", "0.25"]
-    assert "trials      2 finished, 2 errored" in "\n".join(lines)
+    assert lines[header + 1].split() == ["00003", "completed", "3", "0.583333", "not", "0.25"]
+    assert "trials      2 completed, 2 errored" in "\n".join(lines)
 
 
 def test_below_it_stands_why_trials_errored(run: Run, moods: Path) -> None:
@@ -64,7 +64,21 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
 def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:
     done = run("show", moods, "moods", "--trial", "9")
     assert (done.code, done.out) == (1, "")
-    assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4\n"
+    assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)\n"
+
+
+@pytest.mark.parametrize("named", ["3", "00003", "003"])
+@pytest.mark.parametrize(
+    "command",
+    [("show",), ("checkpoints",), ("verify",), ("gc",), ("stop", "--wait-seconds", 1)],
+    ids=lambda each: each[0],
+)
+def test_a_trial_is_found_by_its_number_alone(run: Run, moods: Path, command: tuple[str, ...], named: str) -> None:
+    verb, *options = command
+    done = run(verb, moods, "moods", "--trial", named, *options, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert "00003" in done.out
+    assert "00001" not in done.out
 
 
 def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
@@ -73,7 +87,7 @@ def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
     (moods / "somebody elses").mkdir(exist_ok=True)
     listed = json.loads(run("ls", moods, "--json").out)
     assert [(each["experiment"], each["kind"]) for each in listed] == [("alone", "training"), ("moods", "search")]
-    assert listed[1]["trials"] == {"finished": 2, "errored": 2}
+    assert listed[1]["trials"] == {"completed": 2, "errored": 2}
     assert listed[1]["best_trial"] == "00003"
     assert listed[1]["best"]["loss"] == pytest.approx(0.25 + 1 / 3)
     assert "loss 0.583333 (00003)" in run("ls", moods).out
@@ -97,9 +111,9 @@ def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
 def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
     page = run("report", moods, "moods").out
     assert "## Best: trial 00003" in page
-    assert page.count("| ✅ finished |") == 2
-    assert page.count("ValueError: in a mood") == 2
-    assert "fails" in page.partition("What was asked for")[2]
+    assert page.partition("## Trials")[2].count("| completed |") == 2
+    assert ", because ValueError: in a mood." in page.partition("## Errors (2)")[2], "said once of both"
+    assert "fails" in page.partition("## Settings")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page
 
@@ -111,7 +125,7 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
     assert "<h2>Best: trial 00003</h2>" in html
     assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
     told = json.loads(run("report", moods, "moods", "--json").out)
-    assert (told["best"][0]["trial"], told["trials_by_status"]) == ("00003", {"finished": 2, "errored": 2})
+    assert (told["best"][0]["trial"], told["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})
     assert [each["trial"] for each in told["errors"]] == ["00000", "00002"]
     assert told["cost"]["sent_bytes"] > 0
     assert told["runs"][0]["attempts"] == 4

@@ -54,7 +54,7 @@ def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
 
 def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     shown = json.loads(run("show", target, "digits", "--json").out)
-    assert shown["status"] == "finished"
+    assert shown["status"] == "completed"
     assert shown["reason"] == "had enough"
     assert shown["step"] == 6
     assert shown["checkpoints"] == [2, 4, 6]
@@ -113,7 +113,7 @@ def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run
 def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_1(run: Run, target: Path, command: str) -> None:
     done = run(command, target, "digit")
     assert (done.code, done.out) == (1, "")
-    assert done.err == f"prefect-tune: {target.as_uri()}: there is no experiment 'digit'\n"
+    assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
 
 
 def test_looking_at_a_folder_that_is_not_there_does_not_make_it(run: Run, tmp_path: Path) -> None:

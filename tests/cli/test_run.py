@@ -51,10 +51,10 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     then = pt.load_results(tmp_path, "e").experiment.number
     (tmp_path / "mended").touch()
     only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
-    assert json.loads(only.out)["trials_by_status"] == {"finished": 1}
+    assert json.loads(only.out)["trials_by_status"] == {"completed": 1}
     again = run("resume", tmp_path, "e", "--rerun-errored", "--num-samples", 2, "--json")
     assert again.code == 0
-    assert json.loads(again.out)["trials_by_status"] == {"finished": 2}
+    assert json.loads(again.out)["trials_by_status"] == {"completed": 2}
     forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
     assert forked.code == 3
     assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
@@ -113,7 +113,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
     assert resumed.code == 0
     assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [
-        ("finished", True)
+        ("completed", True)
     ] * 2
 
 
@@ -153,7 +153,14 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     ("arguments", "message"),
     [
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
-        (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': unknown distribution 'logunif'"),
+        (
+            ["--set", "lr=logunif(1,2)"],
+            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'",
+        ),
+        (
+            ["--set", "lr=loguniform(0.1,1e-4)"],
+            "lr: loguniform(0.1, 0.0001): expected low < high, found low=0.1 and high=0.0001; did you mean loguniform(",
+        ),
         (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': expected loguniform(...) in"),
         (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
         (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
@@ -223,13 +230,42 @@ def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: 
         assert message in done.err
 
 
-def test_resuming_what_is_not_there_starts_nothing(run: Run, prefect_server: str, tmp_path: Path) -> None:
-    assert prefect_server
-    done = run("resume", tmp_path, "nothing")
-    assert (done.code, done.out) == (1, "")
-    assert done.err.splitlines()[-1].startswith("prefect-tune: there is no experiment 'nothing' at ")
-    assert "Traceback" not in done.err
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_a_misspelt_class_ends_with_2_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    options = {
+        "run": ["tests.trainables.moody:Mody", "--target", tmp_path, "--experiment", "e"],
+        "resume": [tmp_path, "e", "--trainable", "tests.trainables.moody:Mody"],
+    }
+    done = run(command, *options[command])
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "module 'tests.trainables.moody' (" in done.err
+    assert "has no 'Mody'; did you mean 'Moody'?" in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frist"], "there is no experiment 'frist' at {target}; did you mean 'first'?"),
+        (["elsewhere"], "there is no experiment 'elsewhere' at {target}"),
+        (
+            ["first", "--num-samples", 3],
+            "num_samples: experiment 'first' has 10 already, and this run passes 3: it is the new total. Pass 10",
+        ),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object], message: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    write_search(tmp_path, "first", {"00000": 0.5})
+    done = run("resume", tmp_path, *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"prefect-tune: {message.format(target=tmp_path.as_uri())}")
+    assert done.err.count("\n") == 1
 
 
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine

@@ -27,7 +27,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, after, newest_checkpoint, reused_from
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, StepReport
@@ -249,7 +249,7 @@ class Session:
 def run_to(session: Session, steps: int) -> None:
     """Open, and train until `steps` are done, saving after each."""
     session.open()
-    if session.trial.status is Status.FINISHED:
+    if session.trial.phase is Phase.FINISHED:
         return
     session.start()
     while session.trial.step < steps:

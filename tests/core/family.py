@@ -168,7 +168,7 @@ class Family(RuleBasedStateMachine):
             with suppress(Superseded):
                 zombie.clear_away()
             return
-        trains = zombie.trial.status.value == "running"
+        trains = zombie.trial.phase.value == "running"
         if act == "save" and trains:
             # Its parent may be deleted, and its key taken by what it published when it woke up the last time.
             with pytest.raises((Superseded, AlreadyCommitted, CheckpointNotFound)):
@@ -206,7 +206,7 @@ class Family(RuleBasedStateMachine):
         kept = self.search.trial(name)
         apart = {"apart", "absorbed", "past", "collected_up_to", "config", "proposed"}
         assert kept.model_dump(exclude=apart) == told.model_dump(exclude=apart)
-        assert kept.status.value == self.status[name]
+        assert kept.phase.value == self.status[name]
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
@@ -226,7 +226,7 @@ class Family(RuleBasedStateMachine):
         made = self.forks[-1]
         for trial in NAMES:
             before = self.status[trial]
-            assert made.trial(trial).status.value == ("pending" if before == "running" else before)
+            assert made.trial(trial).phase.value == ("pending" if before == "running" else before)
 
     # --------------------------------------------------------------------------------------- what always holds
 
@@ -238,7 +238,7 @@ class Family(RuleBasedStateMachine):
     @invariant()
     def they_are_where_they_are_said_to_be(self) -> None:
         for name in NAMES if hasattr(self, "search") else ():
-            assert self.members[name].trial.status.value == self.status[name]
+            assert self.members[name].trial.phase.value == self.status[name]
 
     @invariant()
     def what_a_fork_began_with_is_whole(self) -> None:

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Committed, Opened, Quarantined, Retired
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
@@ -52,7 +52,7 @@ def _recovered(store: ObjectStore, witness: Witness, steps: int | None, *, alone
     run_to(last, steps)
     yield from violations(store, witness, last.experiment)
     if last.trial.step < steps:
-        yield f"I6: going on ended as {last.trial.status} at step {last.trial.step}"
+        yield f"I6: going on ended as {last.trial.phase} at step {last.trial.step}"
     yield from _leaks(store, last, witness, tidy=tidy)
 
 

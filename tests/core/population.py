@@ -279,7 +279,7 @@ def _after_everybody_returned(
     for member in members:
         yield from _leaks(store, member)
     for member in members:  # two steps, and nothing of a clone is live any more
-        if member.trial.status in ENDED:
+        if member.trial.phase in ENDED:
             member.append([Requeued(trial=member.name, reason="more")])
         member.start()
         member.save()

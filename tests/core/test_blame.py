@@ -18,7 +18,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import FailurePolicy, GiveUp, Quarantine, TryAgain, Verdict, verdict
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, after, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
 from prefect_tune.core.journal import journal
 from prefect_tune.core.models import Stamp
 from tests.core.driver import JOURNAL
@@ -69,9 +69,9 @@ def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None
 
 
 def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
-    trial = saved(10, 20).model_copy(update={"blamed_checkpoints": 1, "status": Status.RUNNING})
+    trial = saved(10, 20).model_copy(update={"blamed_checkpoints": 1, "phase": Phase.RUNNING})
     trial = after(trial, Committed(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)), 100)
-    trial = trial.model_copy(update={"status": Status.PENDING})
+    trial = trial.model_copy(update={"phase": Phase.PENDING})
     verdicts = []
     for _ in range(POLICY.quarantine_after):
         trial, found = died(trial, cause=Cause.USER, at_start=True)
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
 
 
 def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> None:
-    trial = Trial(trial="t", config={}, attempt=1, step=3, status=Status.RUNNING)
+    trial = Trial(trial="t", config={}, attempt=1, step=3, status=Phase.RUNNING)
     trial = after(trial, Quarantined(trial="t", sequence=7, reason="torn manifest"), 100)
     assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
 

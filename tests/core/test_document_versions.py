@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal, read_entries, snapshots
 from prefect_tune.core.models import Stamp, canonical_json, digest_of
@@ -31,6 +31,7 @@ KINDS = {
     "prefect-tune/callback": 1,
     "prefect-tune/checkpoint": 1,
     "prefect-tune/journal": 1,
+    "prefect-tune/live-status": 1,
     "prefect-tune/maintenance": 1,
     "prefect-tune/metadata": 1,
     "prefect-tune/segment": 1,

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal import journal
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -40,7 +40,7 @@ def test_todays_code_reads_what_was_written_then(version: Path) -> None:
     trial = experiment.trial("t")
 
     assert (experiment.number, experiment.epoch, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
-    assert (trial.status, trial.attempt, trial.step, trial.wasted_steps) == (Status.RUNNING, 4, 5, 1)
+    assert (trial.phase, trial.attempt, trial.step, trial.wasted_steps) == (Phase.RUNNING, 4, 5, 1)
     assert trial.config == {"width": 3}
     assert trial.metrics == {"head": HEADS[5]}
     assert [(each.step, each.pinned) for each in trial.checkpoints] == [(2, True), (4, False), (5, False)]

@@ -264,7 +264,7 @@ class Trial(RuleBasedStateMachine):
         if what == "collect":
             zombie.collect(zombie.doomed)
             return
-        if zombie.trial.status.value != "running":
+        if zombie.trial.phase.value != "running":
             what = "append"
         else:
             zombie.train()
@@ -322,7 +322,7 @@ class Trial(RuleBasedStateMachine):
     @invariant()
     def it_is_where_it_is_said_to_be(self) -> None:
         assert self.owner
-        assert self.owner.trial.status.value == self.model.status
+        assert self.owner.trial.phase.value == self.model.status
 
     @precondition(lambda self: self.owner)
     @invariant()
@@ -342,13 +342,13 @@ DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Status, type[OneTrialsEvent]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTrialsEvent]]]:
     """Return which transitions trials have gone through in the test."""
     found = set()
 
     def watched(trial: trials.Trial, event: OneTrialsEvent, number: int) -> trials.Trial:
         then = trials.after(trial, event, number)
-        found.add((trial.status, type(event)))
+        found.add((trial.phase, type(event)))
         return then
 
     monkeypatch.setattr(folding, "after", watched)
@@ -357,7 +357,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Status, type[OneTr
 
 @pytest.mark.timeout(900)
 def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
-    seen: set[tuple[trials.Status, type[OneTrialsEvent]]], record_property: Callable[[str, object], None]
+    seen: set[tuple[trials.Phase, type[OneTrialsEvent]]], record_property: Callable[[str, object], None]
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Finished
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Scheduler, TrialReport
@@ -44,7 +44,7 @@ def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
 
 
 def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
@@ -54,8 +54,8 @@ def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_it
     resumed = FarSearch(target)
     resumed.stop(TRIAL)
     running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
-    assert (running.trial(TRIAL).status, running.trial(TRIAL).step) == (Status.RUNNING, 2)
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    assert (running.trial(TRIAL).phase, running.trial(TRIAL).step) == (Phase.RUNNING, 2)
 
 
 def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
@@ -149,7 +149,7 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
 
     state = resumed.live(nothing, ends, nothing, nothing)
     assert resumed.machines.started == [(TRIAL, 1, None), (TRIAL, 2, None)]
-    assert (state.trial(TRIAL).status, state.trial(TRIAL).step) == (Status.PENDING, 2)
+    assert (state.trial(TRIAL).phase, state.trial(TRIAL).step) == (Phase.PENDING, 2)
 
 
 def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_when_that_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.executors import remote_executor
@@ -18,7 +21,7 @@ from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import Message, RemoteAttemptStarted
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.far_searches import FarSearch
@@ -141,7 +144,7 @@ def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget)
     search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
-    leave = Leave(reason="enough", save=True, for_good=True)
+    leave = Leave(reason="enough", save=True, for_good=True, end="interrupted")
     assert (attempt.told(attempt=1), again.attempt.told()) == (leave, leave)
 
 
@@ -192,3 +195,29 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
         expired.setattr(remote_executor, "_UNREAD", timedelta(0))
         with pytest.raises(kind, match="expired"):
             executor.poll(NOW)
+
+
+def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
+    target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, key = FarAttempt(target), plan_at(target).journal
+    attempt.starts()
+    executor.poll(NOW)
+
+    def publish(number: int, of_attempt: int) -> StepReport:
+        report = StepReport(step=59 + number, metrics={"loss": 0.5})
+        row = RunningTrial(trial="00000", attempt=of_attempt, report=report, reported_at="now")
+        status = LiveStatus(epoch=1, owner=None, number=number, at="now", period_seconds=5, trials=(row,))
+        with target.open(timeout=timedelta(seconds=9)) as store:
+            write_live_status(store, key, status)
+        return report
+
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    report = publish(1, of_attempt=1)
+    assert executor.poll(NOW) == [], "it was read a moment ago"
+    clock[0] += 6
+    assert executor.poll(NOW) == [LatestReport("00000", report, "now")]
+    publish(2, of_attempt=2)
+    clock[0] += 6
+    assert executor.poll(NOW) == [], "it is of an attempt that its journal does not name yet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,13 +13,17 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
+from prefect_tune.core.events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.supervisor import live_status_publisher
 from prefect_tune.supervisor.search_link import Answer
 
 TRIAL = TrialKey(experiment="e", trial="00000")
@@ -98,3 +103,31 @@ def test_what_a_trial_did_not_ask_for_it_is_told_once(ends: Ends) -> None:
     ends.say(GO_ON, 3)
     until(lambda: GO_ON in ends.heard)
     assert ends.heard == [LEAVE, GO_ON]
+
+
+def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
+    target, key = LocalTarget(path=str(tmp_path)), JournalKey(experiment="e", trial=TRIAL.trial)
+    link: StoreLink = pickle.loads(pickle.dumps(StoreLink(target, TRIAL, 1, timedelta(milliseconds=5))))
+    owner = Owner(name="far", host="gpu-7", pid=1)
+    state = nothing_yet(key)
+    events: list[Event] = [
+        Opened(experiment="e", trial=TRIAL.trial, epoch=1, owner=owner),
+        TrialAdded(trial=TRIAL.trial, config={}),
+        Started(trial=TRIAL.trial, attempt=1, from_step=0),
+    ]
+    for number, event in enumerate(events, 1):
+        state = after_event(state, event, number)
+        link.wrote([event], state)
+    link.reported(report := StepReport(step=59, metrics={"loss": 0.5}), asks=False)
+    with target.open(timeout=timedelta(seconds=9)) as store:
+        until(lambda: (live := newest_live_status(store, key)) and live.trials[0].report == report)
+        found = newest_live_status(store, key)
+        assert found is not None
+        assert (found.trials[0].host, found.trials[0].attempt) == ("gpu-7", 1)
+        ended = Finished(trial=TRIAL.trial, reason="enough")
+        link.wrote([ended], after_event(state, ended, 4))
+        link.close()
+        until(lambda: newest_live_status(store, key) is None)

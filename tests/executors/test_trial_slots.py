@@ -121,7 +121,7 @@ def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Pa
         results = limited(tmp_path, concurrency_limits=[limit], time_budget_seconds=1)
     # One that could not be stopped would wait for ever; the server's SQLite may be locked for a minute.
     assert time.monotonic() - began < 150
-    assert {str(each.status) for each in results.trials.values()} == {"pending"}
+    assert {str(each.phase) for each in results.trials.values()} == {"pending"}
     assert {each.attempt for each in results.trials.values()} == {0}
 
 
@@ -145,7 +145,7 @@ def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
             tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
             return [run.name for run in client.read_task_runs(task_run_filter=tagged)]
 
-    until(lambda: names() == ["train 00000"], seconds=60, what=lambda: str(names()))
+    until(lambda: names() == ["train 00000 · attempt 1"], seconds=60, what=lambda: str(names()))
 
 
 # ------------------------------------------------------------------------------------------- other task runners

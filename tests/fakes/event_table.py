@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.notifications import lifecycle_events
-from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent
+from prefect_tune.core.notifications import prefect_events
+from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
 
 
 def events_table() -> str:
     rows = ["| event | when | it says |", "|---|---|---|"]
-    for kind in vars(lifecycle_events).values():
+    for kind in vars(prefect_events).values():
         if isinstance(kind, type) and issubclass(kind, LifecycleEvent) and "name" in vars(kind):
             fields = ", ".join(f"`{name}`" for name in kind.model_fields)
             name = (

@@ -224,3 +224,20 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> Telling:
             step = told.state.trial("trial").checkpoints[-1].step
     told.tell(Finished(trial="trial", reason=f"step {steps} of {steps}"))
     return told
+
+
+def statuses_told() -> Telling:
+    """Tell of a trial of each status, named by it."""
+    told = Telling()
+    for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
+        told.adds(name, {"x": len(name)})
+        if name != "pending":
+            told.starts(name)
+            told.trains(name, 3, {"loss": len(name) / 10})
+    told.tell(Finished(trial="completed", reason="enough"))
+    told.decides("pruned", Stop(reason="rung 3"))
+    told.tell(Finished(trial="pruned", reason="rung 3", left=True))
+    told.tell(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
+    told.tell(GaveUp(trial="errored", cause=Cause.USER, message="no"))
+    told.tell(Paused(trial="paused", reason="rung 3"))
+    return told

@@ -129,7 +129,7 @@ class Campaign:
     def _judged(self, name: str, driver: Driver) -> Sequence[str]:
         """What is wrong with the end of a training."""
         outcome = driver.wait()
-        if outcome.get("status") != "finished":
+        if outcome.get("status") != "completed":
             return [f"it ended as {outcome}:\n{driver.log[-3000:]}"]
         found = list(violations(self.target, name, self.truth))
         if outcome["metrics"]["state"] != self.truth.state[STEPS]:

@@ -87,9 +87,9 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
         return real(target, **options)
 
     monkeypatch.setattr(LocalTarget, "open", away_once)
-    monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", lambda _: None)
+    monkeypatch.setattr("prefect_tune.task_retries.time.sleep", lambda _: None)
     state = Acted(local_target, samples=1).run()
-    assert state.trial("00000").status is Status.FINISHED
+    assert state.trial("00000").status is Status.COMPLETED
 
 
 @pytest.mark.deep
@@ -120,4 +120,4 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)
     ended = experiment_at(local_target, NAME)
-    assert [each.status for each in ended.trials.values()] == [Status.FINISHED] * 2
+    assert [each.status for each in ended.trials.values()] == [Status.COMPLETED] * 2

@@ -68,7 +68,7 @@ class _Training:
     def require_identical_end(self) -> None:
         truth = undisturbed(_STEPS)
         trial = trial_at(self.target, _NAME)
-        assert (trial.status, trial.metrics["state"]) == (Status.FINISHED, truth.state[_STEPS])
+        assert (trial.status, trial.metrics["state"]) == (Status.COMPLETED, truth.state[_STEPS])
         assert violations(self.target, _NAME, truth) == []
 
 
@@ -91,7 +91,7 @@ def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it
     proxy.restore()
     training.gate.touch()
     outcome = driver.wait()
-    assert outcome.get("status") == "finished", outcome
+    assert outcome.get("status") == "completed", outcome
     training.require_identical_end()
     assert [each.step for each in told(training.witness) if each.act == "begin"] == list(range(1, _STEPS + 1))
     assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
@@ -106,12 +106,12 @@ def test_a_server_that_is_away_at_the_end_costs_no_step(
     training.until(lambda: training.committed() == 25)
     proxy.refuse()
     training.gate.touch()
-    training.until(lambda: trial_at(local_target, _NAME).status is Status.FINISHED)
+    training.until(lambda: trial_at(local_target, _NAME).status is Status.COMPLETED)
     proxy.restore()
     driver.wait()
     training.require_identical_end()
     again = training.start().wait()
-    assert (again["status"], again["attempts"]) == ("finished", 1)
+    assert (again["status"], again["attempts"]) == ("completed", 1)
 
 
 @pytest.mark.deep
@@ -144,7 +144,7 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
     during = trained() - before
     proxy.restore()
     outcome = driver.wait(seconds=240)
-    assert outcome.get("trials") == {f"{number:05d}": "finished" for number in range(len(rows))}, outcome
+    assert outcome.get("trials") == {f"{number:05d}": "completed" for number in range(len(rows))}, outcome
     assert during >= steps, driver.log[-3000:]  # some trial was begun and ended meanwhile
     assert trained() == len(rows) * steps  # none twice
     state, _ = state_of_flow_run(run := owners_at(local_target, _NAME)[driver.pid])

@@ -75,6 +75,14 @@ class TestInstalled:
         assert found() == before
         own.delete()
 
+    def test_an_alert_that_an_earlier_release_has_switched_on_without_an_action_is_switched_off(self) -> None:
+        old: Any = Automation.read(name=install_automations(names=[BEST])[0])
+        old.enabled = True
+        old.update()
+        install_automations()
+        assert not found()[BEST]["enabled"]
+        assert found()["prefect-tune: start again after a crash"]["enabled"]
+
     def test_installing_twice_changes_nothing_and_another_window_is_brought_up_to_date(self) -> None:
         install_automations(heartbeat_window_seconds=90)
         first = found()
@@ -98,7 +106,7 @@ class TestInstalled:
         document = block.save("tune-alerts", overwrite=True)
         mine: Any = Automation.read(name=install_automations(names=[BEST])[0])
         mine.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
-        mine.enabled = False
+        mine.enabled = False  # although it has an action
         mine.update()
         install_automations()
         assert (found()[BEST]["actions"][0]["body"], found()[BEST]["enabled"]) == ("mine", False)
@@ -160,7 +168,8 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         deployment = deployed(client, "evaluate-best")
         told = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
         install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=told)
-        install_automations(names=[CORRUPT])
+        deployed(client, "look-at-the-target")
+        install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=told)
 
         train(target, 2)
         damage(target, step=2)
@@ -214,7 +223,7 @@ def a_server(folder: Path) -> Iterator[dict[str, str]]:
         **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_SERVER_DATABASE")},
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
-        "PREFECT_TUNE_WORK_POOL": POOL,
+        "PREFECT_DEFAULT_WORK_POOL_NAME": POOL,
         "PYTHONPATH": str(REPOSITORY),
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -314,7 +323,7 @@ def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Pa
             took = run.until("it runs again", lambda: run.trial.attempt == 2, 300)
             print(f"back {took:.0f} s after the crash was known")
             run.until("it is done", lambda: run.state == "Completed", 300)
-            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
             assert run.trial.wasted_steps <= 5
         with a_worker(environment, log) as worker:
             run = Run(client, target, "vanished")
@@ -326,7 +335,7 @@ def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Pa
             took = run.until("it runs again", lambda: run.trial.attempt == 2, 420)
             print(f"back {took:.0f} s after its machine was gone")
             run.until("it is done", lambda: run.state == "Completed", 300)
-            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
             assert run.trial.wasted_steps <= 5
 
 
@@ -346,7 +355,7 @@ def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_pa
                 each.resume()
             run.until("the first one leaves", lambda: not first.is_running(), 120)
             run.until("it is done", lambda: run.state == "Completed", 300)
-        assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+        assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
         assert run.trial.wasted_steps <= 5
         assert [each.step for each in run.trial.checkpoints] == list(range(5, 301, 5)), "every commit is there, once"
 

@@ -110,7 +110,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_started_afresh_however_ofte
         with pytest.raises(ResumeFailed, match="Nothing was started afresh"):
             trained.run(steps=20)
     assert trained.acts("begin") == begun
-    assert trained.trial.status is not Status.FINISHED
+    assert trained.trial.status is not Status.COMPLETED
 
 
 def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
@@ -157,7 +157,7 @@ def test_a_poison_checkpoint_does_not_outlive_the_users_budget(trouble: Trouble)
 
 def _require_identical(trouble: Trouble, steps: int) -> None:
     truth = undisturbed(steps)
-    assert trouble.trial.status is Status.FINISHED
+    assert trouble.trial.status is Status.COMPLETED
     last = trouble.trial.checkpoints[-1]
     assert last.step == steps
     assert bytes_of_checkpoint(trouble.target, _NAME, last.step, last.sequence) == truth.files[steps]

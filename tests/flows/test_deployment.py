@@ -50,7 +50,7 @@ def test_a_deployed_run_that_is_killed_goes_on_when_it_is_started_again(tmp_path
         assert _state(client, again.id).is_completed(), _state(client, again.id)
 
         trial = _trial(target)
-        assert (trial.status, trial.step, trial.attempt) == (Status.FINISHED, 60, 2)
+        assert (trial.status, trial.step, trial.attempt) == (Status.COMPLETED, 60, 2)
         assert trial.wasted_steps <= 5
         assert _committed(target) > before
         _shows_what_one_would_want(client, again.id)

@@ -12,8 +12,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.notifications import lifecycle_events
-from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent
+from prefect_tune.core.notifications import prefect_events
+from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 
@@ -22,7 +22,7 @@ FINISHED = "prefect-tune.experiment.finished"
 MADE = "prefect.asset.materialization.succeeded"
 KINDS: Mapping[str, Any] = {
     vars(kind)["name"]: kind
-    for kind in vars(lifecycle_events).values()
+    for kind in vars(prefect_events).values()
     if isinstance(kind, type) and hasattr(kind, "is_urgent") and "name" in vars(kind)
 }
 
@@ -90,7 +90,7 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
     for each in ours:
         said = dict(each["payload"])
         where = {name: said.pop(name) for name in ("version", "target", "experiment")}
-        assert where == {"version": lifecycle_events.VERSION, "target": target.uri, "experiment": "searched"}
+        assert where == {"version": prefect_events.VERSION, "target": target.uri, "experiment": "searched"}
         assert KINDS[each["event"]].model_validate(said)
 
 

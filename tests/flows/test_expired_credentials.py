@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import retry_policy
+from prefect_tune import task_retries
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -86,7 +86,7 @@ def trained(server: RotatingS3, profile: Path) -> TrialResult:
 
 def require_undisturbed(results: pt.Results, server: RotatingS3) -> None:
     assert server.refused >= set(results.trials), "each trial has met a refusal"
-    assert {each.status for each in results.trials.values()} == {Status.FINISHED}
+    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert [each.attempt for each in results.trials.values()] == [1] * TRIALS
     assert [each.step for each in results.trials.values()] == [5] * TRIALS
 
@@ -125,14 +125,14 @@ def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(
 def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_policy, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (0.05, 0.05))
     monkeypatch.setattr(save_checkpoint, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600) as server:
         with pytest.raises(StoreRefused, match="expired"):
             searched(server, profile)
         server.accept("KEY2")
         results = searched(server, profile)
-    assert {each.status for each in results.trials.values()} == {Status.FINISHED}
+    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert results.errors == {}
     assert all(each.attempt >= 2 for each in results.trials.values()), "each goes on from what it had committed"
 
@@ -140,7 +140,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
 def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_policy, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (0.05, 0.05))
     for task in (save_checkpoint, run_trial, sync_experiment_state):
         monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:
@@ -148,4 +148,4 @@ def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
             trained(server, profile)
         server.accept("KEY2")
         result = trained(server, profile)
-    assert (result.status, result.step) == (Status.FINISHED, 5)
+    assert (result.status, result.step) == (Status.COMPLETED, 5)

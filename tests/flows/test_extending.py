@@ -194,7 +194,11 @@ def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_targe
     with get_client(sync_client=True) as client:
         reports = client.read_latest_artifacts(artifact_filter=None)
     (report,) = [str(each.data) for each in reports if each.key == "report-nightly"]
-    runs = [row.split(" | ") for row in report.partition("## Runs")[2].splitlines() if row.startswith("| ")]
+    runs = [
+        row.split(" | ")
+        for row in report.partition("## Runs")[2].partition("## ")[0].splitlines()
+        if row.startswith("| ")
+    ]
     assert [row[-3:-1] for row in runs[2:]] == [["+2", "2"], ["+1", "1"], ["+3", "3"]]
 
 

@@ -27,7 +27,7 @@ def test_what_a_function_returns_is_its_last_report_and_no_larger_budget_makes_i
     trouble.config = {"score": 21}
     for _ in range(2):
         result = trouble.run(steps=None)
-        assert (result.status, result.metrics) == (Status.FINISHED, {"score": 42, "attempt": 1})
+        assert (result.status, result.metrics) == (Status.COMPLETED, {"score": 42, "attempt": 1})
         assert result.reason == "the trainable returned"
 
 
@@ -57,7 +57,7 @@ def _seventh(metrics: Mapping[str, object]) -> bool:
 )
 def test_a_trial_stops_when_its_criterion_is_met_and_saves_that_step(trouble: Trouble, stop: Any, step: int) -> None:
     result = trouble.run(steps=None, stop=stop)
-    assert (result.status, result.step) == (Status.FINISHED, step)
+    assert (result.status, result.step) == (Status.COMPLETED, step)
     assert trouble.trial.checkpoints[-1].step == step
 
 

@@ -56,7 +56,7 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     second = _opened(trained)
     assert follow_up(plan, second, turn) == ()
     assert [each.step for each in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
-    assert second.trial("trial").status is Status.FINISHED
+    assert second.trial("trial").status is Status.COMPLETED
     assert list(experiment_at(trained.target, "troubled").answers) == [answered]
 
 

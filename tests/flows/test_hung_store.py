@@ -56,7 +56,7 @@ def _until_saving(driver: Driver, witness: Path, step: int) -> None:
 def _require_identical_end(driver: Driver, target: S3Target) -> None:
     outcome = driver.wait(seconds=120)
     truth = undisturbed(_STEPS)
-    assert outcome.get("status") == "finished", outcome
+    assert outcome.get("status") == "completed", outcome
     assert outcome["metrics"]["state"] == truth.state[_STEPS]
     assert violations(target, _NAME, truth) == []
 

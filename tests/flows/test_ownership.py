@@ -72,7 +72,7 @@ class _Contest:
 
     def require_identical_end(self, outcome: Mapping[str, Any]) -> None:
         truth = undisturbed(_STEPS)
-        assert outcome.get("status") == "finished", outcome
+        assert outcome.get("status") == "completed", outcome
         assert outcome["metrics"]["state"] == truth.state[_STEPS]
         assert violations(self.target, _NAME, truth) == []
         last = trial_at(self.target, _NAME).checkpoints[-1]

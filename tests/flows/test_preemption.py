@@ -60,7 +60,7 @@ class _Preempted:
     def require_identical_end(self, *, from_step: int) -> None:
         """Start again; it goes on from `from_step` and ends as if nothing had happened."""
         outcome = self.start().wait()
-        assert outcome.get("status") == "finished", outcome
+        assert outcome.get("status") == "completed", outcome
         assert outcome["metrics"]["state"] == undisturbed(_STEPS).state[_STEPS]
         assert [each.step for each in told(self.witness) if each.act == "loaded"] == ([from_step] if from_step else [])
 

@@ -85,7 +85,7 @@ def test_a_search_that_was_killed_goes_on_from_the_checkpoints_that_it_had(relea
     for trial, facts in release.facts["killed"]["trials"].items():
         last = facts["checkpoints"][-1]["step"]
         assert [each.from_step for each in started(release.target, trial)] == [0, last]
-        assert (results.trials[trial].status, results.trials[trial].step) == ("finished", 8)
+        assert (results.trials[trial].status, results.trials[trial].step) == ("completed", 8)
         assert [report.metrics["count"] for report in results.curve(trial)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert before.items() <= files(release.target).items()
 
@@ -121,7 +121,7 @@ def test_every_search_goes_on_from_what_it_had(release: Release, name: str) -> N
     target = pt.LocalTarget(path=release.target.path, signing_key=KEY) if name == "signed" else release.target
     results = pt.resume(name, target=target, **MORE[name])
     statuses = {each.status for each in results.trials.values()}
-    assert statuses == ({"finished", "errored"} if name == "failed" else {"finished"})
+    assert statuses == ({"completed", "errored"} if name == "failed" else {"completed"})
     for trial, facts in old.items():
         found = results.trials[trial]
         assert name == "pbt" or found.config == facts["config"]
@@ -141,7 +141,7 @@ def test_every_training_goes_on_from_its_newest_checkpoint(release: Release, nam
     result = pt.durable_trainable(
         "tests.trainables.decay:Decay", {"rate": 0.5}, target=release.target, experiment=name, stop={"step": steps}
     )
-    assert (result.status, result.step, result.metrics["count"]) == ("finished", steps, steps)
+    assert (result.status, result.step, result.metrics["count"]) == ("completed", steps, steps)
     assert result.wasted_steps == facts["wasted_steps"]
     assert before.items() <= files(release.target).items()
 
@@ -156,7 +156,7 @@ def test_every_search_is_forked_with_what_it_had(release: Release, name: str) ->
     assert [each.config for each in forked.trials.values()][: len(old["trials"])] == [
         each["config"] for each in old["trials"].values()
     ] or name == "pbt"
-    assert {each.status for each in forked.trials.values()} == {"finished"}
+    assert {each.status for each in forked.trials.values()} == {"completed"}
     assert before.items() <= files(release.target).items()
 
 

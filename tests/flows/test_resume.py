@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
+from tests.fakes.failed_searches import results_of_failed
 from tests.fakes.processes import free_port
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
@@ -206,13 +207,13 @@ def test_a_target_that_cannot_be_reached_is_an_error_and_its_state_is_nowhere_el
 def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "neither"]), "until": str(tmp_path / "mended")}
     options: dict[str, Any] = {"space": space, "metric": "loss", "num_samples": 1}
-    first = searched(local_target, trainable=Moody, fail_fast=True, **options)
+    first = results_of_failed(lambda: searched(local_target, trainable=Moody, fail_fast=True, **options))
     assert [str(each.status) for each in first.trials.values()] == ["errored"]
     (tmp_path / "mended").touch()
     again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
-    assert [str(each.status) for each in again.trials.values()] == ["finished"]
+    assert [str(each.status) for each in again.trials.values()] == ["completed"]
     rest = searched(local_target, trainable=Moody, **options)
-    assert [str(each.status) for each in rest.trials.values()] == ["finished"] * 3
+    assert [str(each.status) for each in rest.trials.values()] == ["completed"] * 3
 
 
 # ----------------------------------------------------------------------------------------------- warm start
@@ -344,12 +345,12 @@ def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying
     owner = both[outcomes.index(whole)]
     assert refused["error"] == "Superseded", refused
     assert f"pid {owner.pid}" in refused["message"]
-    assert whole["trials"] == {f"{number:05d}": "finished" for number in range(4)}
+    assert whole["trials"] == {f"{number:05d}": "completed" for number in range(4)}
     for each in both:
         each.require_no_leftovers()
     experiment = experiment_at(local_target, "both")
     assert sorted(owners_at(local_target, "both")) == sorted(each.pid for each in both)
-    assert [(each.status, each.step) for each in experiment.trials.values()] == [(Status.FINISHED, 20)] * 4
+    assert [(each.status, each.step) for each in experiment.trials.values()] == [(Status.COMPLETED, 20)] * 4
     assert start("alone", 0).wait(seconds=200)["trials"] == whole["trials"]
     alone = experiment_at(local_target, "alone")
     assert rows(alone) == rows(experiment)

@@ -46,5 +46,5 @@ def test_a_trial_that_said_it_is_done_is_not_started_again(trouble: Trouble) -> 
     trouble.config["done_at"] = 3
     for _ in range(2):
         result = trouble.run(steps=None)
-        assert (result.status, result.step, result.attempts) == (Status.FINISHED, 3, 1)
+        assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 3, 1)
     assert trouble.acts("begin") == [1, 2, 3]

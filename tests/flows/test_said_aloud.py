@@ -18,6 +18,7 @@ from prefect_tune.monitoring.subscribers import MetricCheck
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.search_link import StepReported
+from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
 
 LOG = logging.getLogger("a flow run")
@@ -101,12 +102,12 @@ def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogC
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
-    broken = pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
+    broken = results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
     assert list(broken.errors) == ["00000"]
     assert "not tried again" not in caplog.text
-    pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
+    results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
     assert caplog.text.count("1 trial that errored in an earlier run is not tried again") == 1
-    pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
+    results_of_failed(lambda: pt.tune(Moody, {"fails": "not"}, num_samples=1, **common))
     said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
     assert said in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")

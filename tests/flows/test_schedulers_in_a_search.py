@@ -73,7 +73,7 @@ def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, lo
         Paused(trial="00000", reason="expected a number for metric 'loss'"),
     )
     acted = Acted(local_target, samples=2)
-    assert set(acted.are(acted.run(scheduler))) == {"finished"}
+    assert set(acted.are(acted.run(scheduler))) == {"completed"}
 
 
 PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
@@ -90,7 +90,7 @@ def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     before = acted.run(PAUSING[one], until=lambda: acted.executor.start_count >= started and not len(acted.executor))
     assert "paused" in acted.are(before)
     after = acted.run(OTHERS[other])
-    assert acted.are(after) == ["finished"] * 9
+    assert acted.are(after) == ["completed"] * 9
     assert acted.run(OTHERS[other]).trials == after.trials
 
 
@@ -105,7 +105,7 @@ def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
     write_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
     acted = Acted(local_target, Troupe(9, saved={"00000": SAVED} if is_saved else {}), samples=2)
     state = acted.run()
-    assert [(str(each.status), each.step) for each in state.trials.values()] == [("finished", 9)] * 2
+    assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
 
 
 def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
@@ -119,5 +119,5 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
     acted = Acted(local_target, Troupe(9, saved={"00000": SAVED}), samples=1)
     for _ in range(2):
         state = acted.run(limits=limits_of(1, has_had_enough=lambda trial: trial.step >= 9))
-        assert (state.trial("00000").status, state.trial("00000").step) == (Status.FINISHED, 9)
+        assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
         assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)

@@ -59,9 +59,9 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
     killed.kill()
     before = search.trained()
     outcome = search.start().wait(seconds=200)
-    assert outcome.get("trials") == {"00000": "finished", "00001": "finished"}, outcome
+    assert outcome.get("trials") == {"00000": "completed", "00001": "completed"}, outcome
     trials = experiment_at(local_target, _NAME).trials
-    assert [(each.status, each.step, each.attempt) for each in trials.values()] == [(Status.FINISHED, _STEPS, 1)] * 2
+    assert [(each.status, each.step, each.attempt) for each in trials.values()] == [(Status.COMPLETED, _STEPS, 1)] * 2
     assert before < search.trained() == 2 * _STEPS
     assert search.processes() == 2
 

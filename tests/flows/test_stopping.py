@@ -20,6 +20,7 @@ from prefect_tune.core.journal.journal import append
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
 from prefect_tune.tuner.send_stop_request import StopOutcome, stop
+from tests.fakes.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.moody import Moody
@@ -86,10 +87,10 @@ def saved_step(results: pt.Results, trial: str) -> int:
 def test_a_trial_that_is_stopped_from_outside_saves_and_is_finished_and_no_other_notices(slow: Slow) -> None:
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
-    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.FINISHED, 1, True)
+    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.COMPLETED, 1, True)
     assert stopped.reason.endswith(": bad curve")
     assert 0 < stopped.step == saved_step(results, "00000") < 20
-    assert (other.status, other.step) == (Status.FINISHED, 20)
+    assert (other.status, other.step) == (Status.COMPLETED, 20)
     again = slow.search(step_seconds=0, stop={"step": 22})
     assert [(each.step, each.attempt) for each in again.trials.values()] == [(stopped.step, 1), (22, 2)]
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
@@ -105,7 +106,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
     assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
     resumed = slow.search(step_seconds=0)
     assert [(each.status, each.step, each.wasted_steps) for each in resumed.trials.values()] == [
-        (Status.FINISHED, 20, 0)
+        (Status.COMPLETED, 20, 0)
     ] * 2
     assert (slow.trained(), resumed.experiment.ends) == (40, "")
 
@@ -113,7 +114,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
 def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
     trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
-    assert (trial.status, "is finished at step 2" in trial.message) == ("had-ended", True)
+    assert (trial.status, "is completed at step 2" in trial.message) == ("had-ended", True)
     slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
     one = stop("e", target=slow.target, trial="00000", wait_seconds=0)
     whole = stop("e", target=slow.target, wait_seconds=0.3)
@@ -121,9 +122,9 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert "a run that begins later is not stopped by this" in whole.message
     results = slow.search(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
-    assert (stopped.status, stopped.left) == (Status.FINISHED, True)
+    assert (stopped.status, stopped.left) == (Status.COMPLETED, True)
     assert stopped.step < 27  # the smallest budget may let it step
-    assert (other.status, other.left, other.step) == (Status.FINISHED, False, 27)
+    assert (other.status, other.left, other.step) == (Status.COMPLETED, False, 27)
     assert (len(results.experiment.heard), results.experiment.ends) == (2, "")
 
 
@@ -187,20 +188,20 @@ def statuses(results: pt.Results) -> list[str]:
 def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: pt.LocalTarget) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "raise", "never", "no"])}
     failing = moody(target, space=space, num_samples=1, stop=MaxSteps(2) | MaxFailures(2))
-    assert statuses(failing) == ["errored", "finished", "errored"]
+    assert statuses(failing) == ["errored", "completed", "errored"]
     assert failing.experiment.ends == "2 trials have errored, of MaxFailures(2)"
     assert failing.experiment.settings["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 2}}]
-    assert statuses(pt.resume("e", target=target)) == ["errored", "finished", "errored"]
+    assert statuses(pt.resume("e", target=target)) == ["errored", "completed", "errored"]
     more = pt.resume("e", target=target, stop={"step": 2, "MaxFailures": {"failures": 3}})
-    assert statuses(more) == ["errored", "finished", "errored", "finished", "finished"]
+    assert statuses(more) == ["errored", "completed", "errored", "completed", "completed"]
 
 
 def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.LocalTarget) -> None:
     budget: dict[str, Any] = {"step": 1, "TrialBudget": {"trials": 3}}
     first = moody(target, space={"x": pt.uniform(0, 1)}, num_samples=9, stop=budget)
-    assert statuses(first) == statuses(pt.resume("e", target=target)) == ["finished"] * 3
+    assert statuses(first) == statuses(pt.resume("e", target=target)) == ["completed"] * 3
     more = pt.resume("e", target=target, stop=[MaxSteps(1), TrialBudget(5)])
-    assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("finished", 1)] * 5
+    assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("completed", 1)] * 5
 
 
 def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
@@ -208,7 +209,7 @@ def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
     asked: dict[str, Any] = {"space": space, "num_samples": 1, "target": target, "experiment": "e", "metric": "error"}
     stopper = MaxSteps(3) | TimeBudget(timedelta(seconds=0.5))
     results = pt.tune(TABLE, stop=stopper, max_concurrent_trials=1, **asked)
-    assert statuses(results)[:2] == ["finished", "finished"]
+    assert statuses(results)[:2] == ["completed", "completed"]
     assert len(results.trials) < 4
     assert "of 0:00:00.500000" in results.experiment.ends
     assert statuses(pt.resume("e", target=target)) == statuses(results)
@@ -218,7 +219,7 @@ def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.Loca
     space = {"x": pt.grid_search([0.0, 5.0, 0.0, 7.0, 8.0])}
     results = moody(target, space=space, num_samples=1, stop=[{"step": 1}, ExperimentPlateau(top=2, std=0.01)])
     assert (statuses(results), results.experiment.ends) == (
-        ["finished"] * 3,
+        ["completed"] * 3,
         "loss of the best 2 trials has settled: ± 0",
     )
 
@@ -229,12 +230,12 @@ def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_
     raised, killed = own.trials.values()
     assert (raised.status, raised.attempt, raised.user_failures, raised.machine_failures) == (Status.ERRORED, 3, 3, 0)
     assert "max_failures=2" in raised.reason
-    assert (killed.status, killed.attempt, killed.user_failures) == (Status.FINISHED, 2, 0)
+    assert (killed.status, killed.attempt, killed.user_failures) == (Status.COMPLETED, 2, 0)
 
 
 def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
     policy = pt.FailurePolicy(max_failures=5)
-    missing = pt.tune("tests.trainables.moody:Gone", {}, target=target, experiment="e", num_samples=1, failures=policy)
+    missing = results_of_failed(lambda: moody(target, space={"fails": "import"}, num_samples=1, failures=policy))
     (trial,) = missing.trials.values()
     assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 

@@ -62,4 +62,4 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     )
     left = own_journal(local_target, "00001")
     assert (left.cause, left.checkpoints[-1].step) == (Cause.PREEMPTED, left.step)
-    assert experiment_at(local_target, "e").trial("00001").status is not Status.FINISHED
+    assert experiment_at(local_target, "e").trial("00001").status is not Status.COMPLETED

@@ -108,7 +108,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     trial = trial_at(training.target, "training")
     assert (trial.step, trial.metrics["state"]) == (30, undisturbed(30).state[30])
     found = experiment_at(search.target, "search")
-    assert [(each.status, each.step) for each in found.trials.values()] == [(Status.FINISHED, 16)] * 3
+    assert [(each.status, each.step) for each in found.trials.values()] == [(Status.COMPLETED, 16)] * 3
     assert (found.settings["num_samples"], found.epoch) == (3, 2)
 
     assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
@@ -135,4 +135,4 @@ def test_a_trial_of_a_search_asks_a_person_and_the_others_wait_for_the_answer_to
     assert ui.until_final(search.run).is_completed(), ui.log(search.run)
     asked, other = experiment_at(search.target, "many").trials.values()
     assert (asked.metrics["count"], other.metrics["count"]) == (2 + 28 * 10, 30)
-    assert (asked.status, other.status) == (Status.FINISHED, Status.FINISHED)
+    assert (asked.status, other.status) == (Status.COMPLETED, Status.COMPLETED)

@@ -61,7 +61,7 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     killer.join()
     assert killed
     trials = experiment_at(local_target, "there").trials
-    assert [(each.status, each.step) for each in trials.values()] == [(Status.FINISHED, _STEPS)] * len(_ROWS)
+    assert [(each.status, each.step) for each in trials.values()] == [(Status.COMPLETED, _STEPS)] * len(_ROWS)
     assert sum(each.attempt for each in trials.values()) <= len(_ROWS) + 2, "a neighbour lost an attempt"
     assert results.best.metrics["error"] == min(curves()[row][_STEPS - 1] for row in _ROWS)
     trained = sum(each.act == "trained" for each in told(witness))

@@ -214,7 +214,7 @@ def begun(target: StorageTarget, **options: Any) -> pt.Results:
 
 
 def count(results: pt.Results) -> int:
-    finished = [each for each in results.trials.values() if each.status is Status.FINISHED]
+    finished = [each for each in results.trials.values() if each.status is Status.COMPLETED]
     assert len(finished) == len(results.trials)
     return len(finished)
 

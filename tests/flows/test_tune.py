@@ -10,6 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
+from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -38,7 +39,7 @@ def statuses(results: pt.Results) -> list[str]:
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:
     results = searched(tmp_path, train, space={"x": pt.grid_search([3.0, 1.0, 2.0])}, stop=None)
     assert [each.config["x"] for each in results.trials.values()] == [3.0, 1.0, 2.0]
-    assert statuses(results) == ["finished"] * 3
+    assert statuses(results) == ["completed"] * 3
     assert results.best.config == {"x": 1.0}
     assert results.errors == {}
 
@@ -46,33 +47,34 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
 def test_a_trial_that_errors_is_reported_and_stops_no_other(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not"])}
     results = searched(tmp_path, space=space)
-    assert statuses(results) == ["errored", "finished"]
+    assert statuses(results) == ["errored", "completed"]
     assert "in a mood" in results.errors["00000"]
     again = searched(tmp_path, space=space)
-    assert (statuses(again), again.trials["00000"].attempt) == (["errored", "finished"], 1)
+    assert (statuses(again), again.trials["00000"].attempt) == (["errored", "completed"], 1)
     mended = {**space, "until": "nowhere"}
     rerun = searched(tmp_path, "tests.trainables.moody:Moody", space=mended, rerun_errored=True)
-    assert (statuses(rerun), rerun.trials["00000"].attempt) == (["errored", "finished"], 2)
+    assert (statuses(rerun), rerun.trials["00000"].attempt) == (["errored", "completed"], 2)
 
 
 def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     results = searched(tmp_path, space={"fails": "kill", "until": str(tmp_path / "killed")})
     (trial,) = results.trials.values()
-    assert (trial.status, trial.step, trial.attempt, trial.wasted_steps) == (Status.FINISHED, 3, 2, 0)
+    assert (trial.status, trial.step, trial.attempt, trial.wasted_steps) == (Status.COMPLETED, 3, 2, 0)
 
 
 def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "not either"])}
-    results = searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1)
+    results = results_of_failed(lambda: searched(tmp_path, space=space, fail_fast=True, max_concurrent_trials=1))
     assert statuses(results) == ["errored"]
-    assert statuses(searched(tmp_path, space=space)) == ["errored", "finished", "finished"]
+    assert statuses(searched(tmp_path, space=space)) == ["errored", "completed", "completed"]
 
 
 @pytest.mark.parametrize(("trainable", "metric"), [(silent, "loss"), (Moody, "lsos")])
 def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_error(
     trainable: Any, metric: str, tmp_path: Path
 ) -> None:
-    results = searched(tmp_path, trainable, metric=metric, stop=None, scheduler=pt.ASHA(max_t=9))
+    asha: dict[str, Any] = {"metric": metric, "stop": None, "scheduler": pt.ASHA(max_t=9)}
+    results = results_of_failed(lambda: searched(tmp_path, trainable, **asha))
     assert statuses(results) == ["errored"]
     assert f"'{metric}'" in results.errors["00000"]
 
@@ -82,14 +84,14 @@ def test_a_metric_that_the_search_learns_from_and_nobody_reports_keeps_it_from_n
     for _ in range(2):
         space = {"x": pt.uniform(0, 1)}
         results = searched(tmp_path, silent, stop=None, search=search, space=space, num_samples=None)
-        assert statuses(results) == ["finished"] * 2
+        assert statuses(results) == ["completed"] * 2
 
 
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     first = searched(tmp_path, MOODY, space={"x": pt.uniform(0, 1)}, num_samples=2)
     proposed = [each.config for each in first.trials.values()]
     more = pt.resume("e", target=str(tmp_path / "target"), num_samples=4, stop={"step": 5})
-    assert statuses(more) == ["finished"] * 4
+    assert statuses(more) == ["completed"] * 4
     assert [each.step for each in more.trials.values()] == [5] * 4
     assert [each.attempt for each in more.trials.values()] == [2, 2, 1, 1]
     assert [each.config for each in more.trials.values()][:2] == proposed
@@ -106,7 +108,7 @@ def test_a_search_is_spelled_in_json_as_a_form_does(tmp_path: Path) -> None:
         stop=None,
         max_concurrent_trials=1,
     )
-    assert statuses(results) == ["finished"] * 3
+    assert statuses(results) == ["completed"] * 3
     assert [each.step for each in results.trials.values()] == [1, 1, 3]
 
 
@@ -124,7 +126,7 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
     with pytest.raises(pt.InvalidInput, match="'trainable', 'stop'"):
         pt.resume("e", target=str(tmp_path / "target"))
     more = pt.resume("e", target=str(tmp_path / "target"), trainable=trains, stop={"step": 9}, num_samples=2)
-    assert statuses(more) == ["finished"] * 2
+    assert statuses(more) == ["completed"] * 2
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class _Training:
 
     def require_identical_end(self) -> None:
         trial = trial_at(self.target, self.name)
-        assert (trial.status, trial.metrics["state"]) == (Status.FINISHED, undisturbed(_STEPS).state[_STEPS])
+        assert (trial.status, trial.metrics["state"]) == (Status.COMPLETED, undisturbed(_STEPS).state[_STEPS])
 
 
 def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_started_in_its_place(

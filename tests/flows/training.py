@@ -11,8 +11,8 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Opened, Owner, Reported
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history, load

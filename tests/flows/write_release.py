@@ -147,7 +147,7 @@ def _facts_of_trial(store: ObjectStore, experiment: str, trial: Trial) -> dict[s
     itself = state.trials.get(trial.trial, trial)
     index = newest_index(store, key.artifacts)
     return {
-        "status": str(trial.status),
+        "status": str(trial.phase),
         "reason": trial.reason,
         "config": dict(trial.config),
         "step": trial.step,
@@ -156,7 +156,7 @@ def _facts_of_trial(store: ObjectStore, experiment: str, trial: Trial) -> dict[s
         "quarantined": list(trial.quarantined),
         "own": {
             "entries": state.number,
-            "status": str(itself.status),
+            "status": str(itself.phase),
             "step": itself.step,
             "config": dict(itself.config),
         },

@@ -1,4 +1,4 @@
-"""Examples, run against the session's server."""
+"""Examples, run against the session's server, and modules that are trained in a pool."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.examples import Example
+from tests.supervisor.modules import hearing, module, ours, trains  # noqa: F401 - fixtures
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,43 +13,82 @@ import pytest
 
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
-from tests.fakes.trial_processes import Hearing, family, log_to, metrics_of, start_of
+from tests.fakes.trial_processes import Hearing, family, log_to, metrics_of, nothing_left, start_of
+from tests.supervisor.modules import Module, Trains, different
 
 pytestmark = pytest.mark.integrations
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+torch_trainable = pytest.importorskip("tests.integrations.torch_trainable")
 _TRIALS = 1000
 
 
-def trained(folder: Path, reuse: Reuse, hearing: Hearing) -> Sequence[Mapping[str, Any]]:
+def trained(folder: Path, reuse: Reuse, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
     """Train `_TRIALS` trials, two at a time; return what each reports."""
     start = start_of(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
         update={"trainable": "tests.integrations.torch_trainable:train", "import_path": import_path()}
     )
 
     def train(pool: TrialProcessPool) -> Mapping[str, Any]:
-        with pool.process(start, log_to(hearing)) as channel:
-            return metrics_of(channel)
+        with pool.process(start, log) as channel:
+            return {**metrics_of(channel), "supervisor": torch_trainable.resident_bytes(os.getpid())}
 
-    with family(), TrialProcessPool(slots=2, reuse=reuse) as pool, ThreadPoolExecutor(2) as threads:
+    with nothing_left(), family(), TrialProcessPool(slots=2, reuse=reuse) as pool, ThreadPoolExecutor(2) as threads:
         return list(threads.map(train, [pool] * _TRIALS))
 
 
+@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+def test_trials_draw_different_numbers_of_torch_unless_the_module_seeds_it(
+    trains: Trains, module: Module, hearing: Hearing, reuse: Reuse
+) -> None:
+    body = "import torch\n{}\ntorch.rand(3)\ndef measured(config): return {{'drawn': torch.rand(1).item()}}"
+    module.write(body.format(""))
+    assert different(trains(3, reuse), "drawn") == 3
+    module.write(body.format("torch.manual_seed(7)"))
+    seeded = torch.Generator().manual_seed(7)
+    torch.rand(3, generator=seeded)
+    assert {each["drawn"] for each in trains(3, reuse)} == {torch.rand(1, generator=seeded).item()}
+    assert hearing.lines == []
+
+
+def test_a_process_that_has_computed_with_jax_is_not_forked_and_serves_trials(
+    trains: Trains, module: Module, hearing: Hearing
+) -> None:
+    pytest.importorskip("jax")
+    module.write("""
+        import jax
+        one = jax.numpy.ones(3)
+        def measured(config): return {"sum": float((one * 2).sum())}
+    """)
+    found = trains(3)
+    assert (different(found), {each["sum"] for each in found}) == (1, {6.0})
+    assert "it imports JAX, which cannot be forked" in hearing.lines[0]
+
+
 @pytest.mark.timeout(2000)
-def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(tmp_path: Path) -> None:
-    hearing = Hearing()
-    found = trained(tmp_path, "fork", hearing)
+def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(tmp_path: Path, hearing: Hearing) -> None:
+    found = trained(tmp_path, "fork", log_to(hearing))
     assert hearing.lines == []
     assert len({each["pid"] for each in found}) == _TRIALS
-    assert {(each["before"], each["drawn"], each["product"]) for each in found} == {
-        (found[0]["before"], found[0]["drawn"], 256.0**3)
-    }
+    assert {(each["before"], each["product"]) for each in found} == {(found[0]["before"], 256.0**3)}
+    assert len({each["drawn"] for each in found}) > _TRIALS - 10  # of 2**24 numbers
+    for process in ("resident", "server", "supervisor"):
+        require_flat([each[process] for each in found])
 
 
 @pytest.mark.timeout(2000)
 def test_the_memory_of_processes_that_serve_a_thousand_trials_is_flat(tmp_path: Path) -> None:
-    found = trained(tmp_path, "keep", Hearing())
-    pids = {each["pid"] for each in found}
-    assert len(pids) == 2
-    for pid in pids:
-        resident = [each["resident"] for each in found if each["pid"] == pid]
-        assert max(resident[-50:]) < max(resident[50:100]) + (8 << 20), resident[:: len(resident) // 20]
+    found = trained(tmp_path, "keep", log_to(Hearing()))
+    processes = [[each for each in found if each["pid"] == pid] for pid in {each["pid"] for each in found}]
+    assert len(processes) == 2
+    assert len({each["drawn"] for each in found}) > _TRIALS - 10
+    for each in processes:
+        require_flat([trial["resident"] for trial in each])
+    for process in ("server", "supervisor"):
+        require_flat([each[process] for each in found])
+
+
+def require_flat(resident: Sequence[int]) -> None:
+    """The last tenth of the trials takes at most 8 MiB more than the second tenth, however few there are."""
+    tenth = max(1, len(resident) // 10)
+    early, late = resident[tenth : 2 * tenth] or resident[:1], resident[-tenth:]
+    assert max(late) < max(early) + (8 << 20), resident[:: max(1, len(resident) // 20)]

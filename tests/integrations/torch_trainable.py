@@ -14,7 +14,7 @@ network = torch.nn.Linear(16, 1)
 
 
 def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take a step, with as many threads as PyTorch wants."""
+    """Take a step, with as many threads as PyTorch wants; `server` is the memory of what forked this process."""
     before = network.weight.sum().item()
     optimizer = torch.optim.Adam(network.parameters(), lr=config["lr"])
     x = torch.ones(4096, 16)
@@ -22,11 +22,19 @@ def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
     loss.backward()
     optimizer.step()
     product = (torch.ones(256, 256) @ torch.ones(256, 256)).sum().item()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "pid": os.getpid(),
         "before": before,
         "drawn": torch.rand(1).item(),
         "product": product,
-        "resident": pages * os.sysconf("SC_PAGE_SIZE"),
+        "resident": resident_bytes(os.getpid()),
+        "server": resident_bytes(parent_of(os.getppid())),
     }
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -94,7 +94,7 @@ class Raises(Diary):
 
 FIRST_STEP = [("result", 1), ("save", 1), ("checkpoint", 1)]
 SECOND_STEP = [("result", 2), ("save", 2), ("checkpoint", 2)]
-STATUSES = {"00000": "finished", "00001": "errored", "00002": "finished"}
+STATUSES = {"00000": "completed", "00001": "errored", "00002": "completed"}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -12,7 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -23,7 +27,13 @@ from prefect_tune.core.events.experiment_events import Owner, TrialAdded
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
-from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.monitoring.artifact_publisher import (
+    ArtifactContent,
+    ArtifactPublisher,
+    EarlierArtifacts,
+    artifact_key,
+)
+from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.terminal.progress_state import SearchEstimate
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.fakes.told_searches import Telling
@@ -33,13 +43,14 @@ from tests.trainables.digits_table import DigitsTable
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")
 PATIENCE = timedelta(seconds=20)
+OFTEN = timedelta(seconds=0.05)
 
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that follow each other as fast as they can."""
     monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
-    monkeypatch.setattr(artifact_publisher, "REFRESH_PERIOD", timedelta(seconds=0.05))
+    monkeypatch.setattr(live_report, "REFRESH_PERIOD", OFTEN)
     monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
 
 
@@ -48,6 +59,13 @@ def artifacts(key: str) -> Sequence[Artifact]:
     only = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
     with get_client(sync_client=True) as client:
         return sorted(client.read_artifacts(artifact_filter=only), key=lambda each: str(each.created))
+
+
+def left_by(experiment: str) -> Sequence[str]:
+    """The key of each artifact of an experiment: twice the same if there are two versions."""
+    only = ArtifactFilter(key=ArtifactFilterKey(like_=f"%{experiment}%"))
+    with get_client(sync_client=True) as client:
+        return sorted(str(each.key) for each in client.read_artifacts(artifact_filter=only))
 
 
 def page(key: str) -> str:
@@ -76,7 +94,8 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     said = str(report.data)
     assert report.flow_run_id is not None
     assert (
-        f"**Best error: {results.best.metrics['error']:.6g} (trial {results.best.trial}) · 4 of 4 trials done" in said
+        f"**Best error: {format_cell(results.best.metrics['error'])} (trial {results.best.trial}) · 4 of 4 trials done"
+        in said
     )
     assert said.count("](data:image/svg+xml;base64,") >= 3
     assert said.count("/runs/task-run/") >= 4
@@ -98,6 +117,25 @@ def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
     assert [each.latest_id for each in shown if each.key == "report-twice"] == [second.id]
 
 
+@pytest.mark.usefixtures("often")
+def test_each_run_adds_a_version_under_the_same_two_keys_and_nothing_else(tmp_path: Path) -> None:
+    space = {"row": pt.randint(0, 159), "step_seconds": 0.1}
+    searched(tmp_path, "counted", space=space)
+    assert left_by("counted") == ["progress-counted", "report-counted"]
+    pt.resume("counted", target=str(tmp_path / "target"), num_samples=6)
+    assert left_by("counted") == ["progress-counted"] * 2 + ["report-counted"] * 2
+
+
+def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one(tmp_path: Path) -> None:
+    searched(tmp_path, "killed")
+    others = ("progress-killed-00000", "progress-killed-00002", "progress-killed-again")
+    with get_client(sync_client=True) as client:
+        for key in others:
+            client.create_artifact(ArtifactCreate(key=key, type="progress", data=50.0))
+    pt.resume("killed", target=str(tmp_path / "target"), num_samples=5)
+    assert [key for key in left_by("killed") if key in others] == ["progress-killed-again"], "another experiment's"
+
+
 class Looks(pt.Callback):
     """Looks at the UI while the trial trains."""
 
@@ -105,12 +143,15 @@ class Looks(pt.Callback):
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float]] = []
+        self.task_runs: set[object] = set()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         if trial.trial != "00000" or report.step < 3:
             return
-        if all(map(artifacts, ("report-watched", "progress-watched-00000"))):
-            self.seen.append((page("report-watched"), float(page("progress-watched-00000"))))
+        progress = artifacts("progress-watched-00000")
+        if progress and artifacts("report-watched"):
+            self.seen.append((page("report-watched"), float(str(progress[-1].data))))
+            self.task_runs |= {each.task_run_id for each in progress}
 
 
 @pytest.mark.usefixtures("often")
@@ -119,24 +160,27 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     options = {"space": {"row": 3, "step_seconds": 0.3}, "num_samples": 2, "max_concurrent_trials": 1}
     searched(tmp_path, "watched", **options, scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
-    assert "🏃 1 running" in pages[0]
-    assert "🏃 1 running" not in page("report-watched")
+    assert "· 1 running" in pages[0]
+    assert re.search(r"\| \d\d:\d\d:\d\d UTC; refreshed at most every 15 s until the run ends \|", pages[0])
+    assert re.search(rf"\| running \| \d+ \| {re.escape(socket.gethostname())} \|", pages[0])
+    assert "· 1 running" not in page("report-watched")
+    assert "**as of**" not in page("report-watched")
     shares = [share for _, share in looks.seen]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 100
-    assert [artifacts(key)[0].data for key in ("progress-watched", "progress-watched-00000")] == [100.0, 100.0]
-    assert [len(artifacts(key)) for key in ("report-watched", "progress-watched", "progress-watched-00000")] == [1] * 3
-    assert artifacts("progress-watched-00000")[0].task_run_id is not None
+    assert len(looks.task_runs - {None}) == 1, "it is shown under its task run, and made once"
+    assert left_by("watched") == ["progress-watched", "report-watched"]
+    assert artifacts("progress-watched")[0].data == 100.0
 
 
 def test_one_training_has_the_same_report(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "alone", "isolation": "thread"}
     for steps in (4, 6):
         pt.durable_trainable(DigitsTable, {"row": 1}, stop={"step": steps}, **options)
-    assert "**✅ finished at step 6" in page("report-alone")
+    assert "**completed at step 6" in page("report-alone")
     assert "2 attempts" in page("report-alone")
     assert "## Runs" in page("report-alone")
-    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, finished"
+    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, completed"
 
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
@@ -168,7 +212,7 @@ def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactC
 @pytest.mark.usefixtures("often")
 def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
     said = ["first"]
-    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), OFTEN, LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         shown.stir()
         until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
@@ -186,7 +230,7 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
 
 def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
     proxy.swallow()
-    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), LOG)
+    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), OFTEN, LOG)
     began = time.monotonic()
     shown.close(timedelta(seconds=0.5))
     assert time.monotonic() - began < 5
@@ -194,7 +238,7 @@ def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
 
 def test_what_is_short_is_shown_once_in_the_end() -> None:
     numbers = count(1)
-    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
+    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), OFTEN, LOG)
     shown.stir()
     shown.close(PATIENCE)
     assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
@@ -202,7 +246,7 @@ def test_what_is_short_is_shown_once_in_the_end() -> None:
 
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:
-    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), LOG)
+    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), OFTEN, LOG)
     shown.stir()
     shown.leave()
     shown.close(PATIENCE)
@@ -212,7 +256,7 @@ def test_what_is_somebody_elses_now_is_left_alone() -> None:
 @pytest.mark.usefixtures("often")
 def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
     said = ["first"]
-    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), OFTEN, LOG)
     shown.stir()
     until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
@@ -233,12 +277,44 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
             raise ZeroDivisionError
         return str(found)
 
-    shown = ArtifactPublisher(sheets("report-broken", draws), LOG)
+    shown = ArtifactPublisher(sheets("report-broken", draws), OFTEN, LOG)
     shown.stir()
     until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
     shown.stir()
     shown.close(PATIENCE)
     assert page("report-broken") == "drawn"
+
+
+def test_a_run_that_starts_again_continues_its_artifacts_and_leaves_those_of_other_runs() -> None:
+    earlier = EarlierArtifacts(frozenset({"report-again"}), frozenset(), "progress-again-")
+
+    @flow
+    def publishes(said: str) -> None:
+        for each in ("first", said):  # as after a Retry, in another process
+            shown = ArtifactPublisher(sheets("report-again", lambda text=each: text), LOG, earlier)
+            shown.stir()
+            shown.close(PATIENCE)
+
+    publishes("second")
+    publishes("third")
+    assert [each.data for each in artifacts("report-again")] == ["second", "third"]
+
+
+@pytest.mark.usefixtures("often")
+def test_what_is_no_longer_rendered_is_deleted_and_another_task_run_gets_one_of_its_own() -> None:
+    runs = [["1b7e3c1e-0000-4000-8000-000000000001"], ["1b7e3c1e-0000-4000-8000-000000000002"], []]
+    now = [runs[0]]
+    shown = ArtifactPublisher(
+        lambda: [ArtifactContent("progress-gone", "progress", 10.0, "", run) for run in now[0]], LOG
+    )
+
+    def is_shown() -> bool:
+        return [str(each.task_run_id) for each in artifacts("progress-gone")] == now[0]
+
+    for now[0] in runs:
+        shown.stir()
+        until(is_shown, seconds=60, what=lambda: str(now))
+    shown.close(PATIENCE)
 
 
 def test_a_key_tells_apart_names_that_look_alike() -> None:

@@ -8,7 +8,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def running() -> tuple[Progress, Callable[[int], None]]:
     """A search of one trial, and how it reports a step."""
     state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
     state = after_event(state, Started(trial="0", attempt=1, from_step=0), 2)
-    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0), LOG, log_period=timedelta(0))
+    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
     return seen, lambda step: seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
 
 
@@ -49,7 +49,7 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
 
 def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
     state = nothing_yet("e")
-    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0), LOG)
+    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
     for step in range(1, 100):
         seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
     assert caplog.messages == []

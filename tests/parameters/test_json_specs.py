@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.built_in import BUILT_IN
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, as_stopper
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.objective import objective_of
@@ -25,7 +26,7 @@ from prefect_tune.parameters.limits import warn_of_limits
         (
             scheduler_from,
             "asha",
-            f"unknown name 'asha'; expected one of {', '.join(pt.BUILT_IN['scheduler'])}; did you mean 'ASHA'?",
+            f"unknown name 'asha'; expected one of {', '.join(BUILT_IN['scheduler'])}; did you mean 'ASHA'?",
         ),
         (scheduler_from, "medianstoping", "did you mean 'MedianStopping'?"),
         (scheduler_from, {"ASHA": 27}, 'ASHA: expected its options, as in {"ASHA": {"max_t": 81}}, found 27'),

@@ -38,7 +38,6 @@ def without_server(home: Path, database: Path) -> dict[str, str]:
     return given | {
         "PREFECT_HOME": str(home),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
 
@@ -67,6 +66,13 @@ def heartbeats(database: Path) -> int:
     return int(count)
 
 
+def telemetry_sessions(database: Path) -> int:
+    """Return how many are recorded: a server that sends telemetry begins with one."""
+    with closing(sqlite3.connect(database)) as reading:
+        (count,) = reading.execute("select count(*) from configuration where key = 'TELEMETRY_SESSION'").fetchone()
+    return int(count)
+
+
 def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_it(
     tmp_path: Path, prefect_server: str
 ) -> None:
@@ -83,9 +89,13 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["statuses"] == ["finished"] * 3
+    assert said["statuses"] == ["completed"] * 3
     assert said["whole server loaded here"] is False
-    assert sorted(name for _, name in trained(database) - before) == ["train 00000", "train 00001", "train 00002"]
+    assert sorted(name for _, name in trained(database) - before) == [
+        f"train 0000{trial} · attempt 1" for trial in range(3)
+    ]
+    assert "telemetry" not in done.stderr
+    assert telemetry_sessions(database) == 0
     assert heartbeats(database) == heard
     port = int(said["url"].rpartition(":")[2].partition("/")[0])
     with socket.socket() as probe:

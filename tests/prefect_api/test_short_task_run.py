@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from uuid import UUID
 
 import pytest
-from prefect import flow, tags, task
+from prefect import flow, tags, task, task_engine
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import TaskRun
@@ -94,3 +94,11 @@ def test_it_raises_what_the_task_raises() -> None:
 
     with pytest.raises(ValueError, match="as expected"):
         broken()
+
+
+def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(task_engine, "_create_task_run_locally")
+    _, child = call("outer").split()
+    assert recorded(child)[1] == ["Pending", "Running", "Completed"]

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Finished,
+    Opened,
+    Owner,
+    Reported,
+    Requeued,
+    Started,
+)
+from prefect_tune.core.experiment.trial_status import Status
 from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.reporting.axes import fitted
 from prefect_tune.reporting.report_input import DRAWN, ReportInput
-from prefect_tune.reporting.svg import GREY
+from prefect_tune.reporting.svg import BLUE, GREY, ORANGE
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
     front_chart,
@@ -22,7 +34,7 @@ from prefect_tune.reporting.trial_charts import (
     parallel_coordinates,
     rung_chart,
 )
-from tests.fakes.told_searches import Telling, asha, pareto, population, single
+from tests.fakes.told_searches import Telling, asha, pareto, population, single, statuses_told
 
 Chart = Callable[[ReportInput], str | None]
 CHARTS: list[Chart] = [
@@ -59,7 +71,7 @@ def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> Non
     found = asha(12, kills=False)
     frame = 1 + 2 * 0
     svg = learning_curves(found.report_input())
-    assert thick(svg, "#e07b1a") == 1
+    assert thick(svg, ORANGE) == 1
     assert marks(svg, "line") >= 12 + frame
 
 
@@ -79,8 +91,8 @@ def test_one_training_has_a_panel_for_each_metric() -> None:
 def test_a_line_through_the_parameters_for_each_trial() -> None:
     found = asha(30, kills=False)
     svg = parallel_coordinates(found.report_input())
-    assert thick(svg, "#e07b1a") == 1
-    assert thick(svg, "#3f87e0") == len(found.report_input().ranking) - 1
+    assert thick(svg, ORANGE) == 1
+    assert thick(svg, BLUE) == len(found.report_input().ranking) - 1
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
 
 
@@ -207,3 +219,69 @@ def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
     if (svg := chart(told.report_input())) is not None:
         assert "<script" not in svg
         ET.fromstring(svg)
+
+
+PAGES = ("#eaeaeb", "#26272b", "#ffffff", "#0e1116")
+"""The backgrounds of Prefect's UI, light and dark, and of the HTML file."""
+
+
+def _luminance(color: Sequence[float]) -> float:
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in color)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _contrast(ink: str, opacity: float, page: str) -> float:
+    """The contrast of a color on a page, as the WCAG define it: 1 is invisible, 21 is black on white."""
+    shown, behind = ([int(each[at : at + 2], 16) / 255 for at in (1, 3, 5)] for each in (ink, page))
+    mixed = [opacity * front + (1 - opacity) * back for front, back in zip(shown, behind, strict=True)]
+    low, high = sorted((_luminance(mixed), _luminance(behind)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("draw", CHARTS)
+def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Chart, page: str) -> None:
+    tellings = (asha(60), asha(600), pareto(), population(), single())
+    drawn = [svg for told in tellings if (svg := draw(told.report_input())) is not None]
+    marks = [
+        each for svg in drawn for part in ET.fromstring(svg) if not part.tag.endswith("defs") for each in part.iter()
+    ]
+    inked = [(each, kind, str(each.get(kind))) for each in marks for kind in ("stroke", "fill")]
+    seen = [(each, kind, ink) for each, kind, ink in inked if ink.startswith("#") and ink != "#fff"]
+    for each, kind, ink in seen:
+        if kind == "fill" and each.get("stroke"):
+            continue  # an outline shows it
+        least = 2.9 if each.tag.endswith("text") else 1.6
+        assert _contrast(ink, float(each.get(f"{kind}-opacity", 1)), page) >= least, ET.tostring(each)
+    assert seen
+
+
+def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_says_how() -> None:
+    told = statuses_told()
+    svg = timeline(told.report_input())
+    assert svg is not None
+    titles = re.findall(r"<title>(\w+), attempt 1, steps 0 to 3: (\w+)</title>", svg)
+    assert titles == [(name, name) for name in sorted(set(map(str, Status)) - {"pending"})]
+    bars = [each for each in ET.fromstring(svg).iter() if each.get("class") == "bar"][1:]
+    fills = [(each.get("fill"), each.get("fill-opacity")) for each in bars]
+    assert len(set(fills)) == 6
+    assert [each for each in said(svg) if each in set(map(str, Status))][-6:] == [
+        *("completed", "pruned", "interrupted", "errored", "running", "paused")
+    ]
+    assert marks(svg, "swatch") == 6
+
+
+def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
+    told = Telling()
+    told.adds("0", {"x": 1})
+    told.starts("0")
+    told.trains("0", 1, {"loss": 1.0})
+    told.saves("0")
+    told.tell(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
+    told.starts("0")
+    told.trains("0", 2, {"loss": 0.5})
+    told.decides("0", Stop(reason="rung"))
+    told.tell(Finished(trial="0", reason="rung", left=True))
+    svg = timeline(told.report_input())
+    assert svg is not None
+    assert re.findall(r"attempt (\d), [^<]*: (\w+)</title>", svg) == [("1", "completed"), ("2", "pruned")]

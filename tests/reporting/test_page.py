@@ -16,18 +16,21 @@ from prefect_tune.core.events.experiment_events import (
     CheckpointRef,
     Committed,
     Extended,
+    Finished,
     GaveUp,
     Owner,
     StopAsked,
 )
 from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import facts_of
+from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput
-from tests.fakes.told_searches import Telling, asha, pareto, population, single
+from tests.fakes.told_searches import Telling, asha, pareto, population, single, statuses_told
 
 _BIG = 300_000
 
@@ -42,6 +45,10 @@ def markdown(report_input: ReportInput) -> str:
 
 def headings(page: str) -> list[str]:
     return [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+
+
+def runs_of(page: str) -> str:
+    return page.partition("## Runs")[2].partition("## ")[0]
 
 
 def rendered(page: str) -> str:
@@ -65,8 +72,9 @@ def test_a_search_has_everything_in_its_order() -> None:
         "Errors (1)",
         "Cost",
         "Runs",
+        "Settings",
     ]
-    assert f"**Best loss: {best.metrics['loss']:.6g} (trial {best.trial}) · 40 of 50 trials done" in page
+    assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.trial}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
     assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
 
@@ -90,7 +98,7 @@ def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
 def test_one_training_is_reported_without_a_table_of_trials() -> None:
     page = markdown(single().report_input())
     assert headings(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
-    assert "**✅ finished at step 60" in page
+    assert "**completed at step 60" in page
 
 
 def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
@@ -110,7 +118,7 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
         told.starts(name)
         told.trains(name, 1, {"loss": 1.0, "text": "not a number"})
     page = markdown(told.report_input())
-    assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost"]
+    assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
 
 
 def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
@@ -122,11 +130,10 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
         for index in range(1 if night == "second" else 2):  # one of them was left to the third night
             told.adds(f"{night}-{index}", {"x": index})
             told.starts(f"{night}-{index}")
-    runs = [
-        row.split(" | ") for row in markdown(told.report_input()).partition("## Runs")[2].splitlines() if "|" in row
-    ]
-    assert runs[0][-3:] == ["samples asked for", "trials added", "attempts |"]
-    assert [row[-3:] for row in runs[2:]] == [["+2", "2", "2 |"], ["+2", "1", "1 |"], ["+2", "2", "2 |"]]
+    runs = [row.split(" | ") for row in runs_of(markdown(told.report_input())).splitlines() if "|" in row]
+    assert runs[0][-2:] == ["trials added", "attempts |"]
+    assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
+    assert "All of them: samples asked for +2." in markdown(told.report_input())
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
@@ -136,7 +143,7 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
         told.starts(str(index))
         told.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
     page = markdown(told.report_input())
-    assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost"]
+    assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
     assert page.count("ValueError") == 10
     assert "And 20 more." in page
 
@@ -157,7 +164,8 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
 
 def test_the_same_facts_are_json() -> None:
     told = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
-    assert told["trials_by_status"] == {"finished": 19, "errored": 1}
+    assert told["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
+    assert told["ended_count"] == 20
     assert [run["epoch"] for run in told["runs"]] == [1, 2, 3]
     assert told["best"][0]["trial"] == told["trials"][0]["trial"]
 
@@ -286,3 +294,76 @@ def test_a_run_that_was_ended_before_its_time_says_why(reason: str) -> None:
     assert (f"| **ended early** | {reason} |" in markdown(told.report_input())) == bool(reason)
     told.opens("the next one")
     assert "ended early" not in markdown(told.report_input())
+
+
+def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> None:
+    page = markdown(statuses_told().report_input())
+    rows = [
+        row.replace("\N{NO-BREAK SPACE}", " ").split(" | ")
+        for row in page.partition("## Trials")[2].partition("##")[0].splitlines()
+        if "|" in row
+    ]
+    assert {re.sub(r"[|[ ]|].*", "", row[0]): row[1] for row in rows[2:]} == {
+        "completed": "completed",
+        "pruned": "pruned @3",
+        "interrupted": "interrupted @3",
+        "errored": "errored",
+        "running": "running",
+        "paused": "paused @3",
+        "pending": "pending",
+    }
+    assert "**Best loss: 0.6 (trial pruned) · 3 of 7 trials done · 1 interrupted · 1 errored · 1 running" in page
+    pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
+    assert not pictograms.search(page), "a font may not have them"
+
+
+def test_what_each_row_would_repeat_is_said_once_above_the_table() -> None:
+    told = Telling()
+    for index in range(10):
+        told.adds(str(index), {"x": index})
+        told.starts(str(index))
+        told.trains(str(index), 12_345, {"loss": index / 7})
+        told.tell(Finished(trial=str(index), reason="enough"))
+    trials = markdown(told.report_input()).partition("## Trials")[2].partition("##")[0]
+    assert "All of them: status completed, step 12,345, trained 3 h 25 min." in trials
+    assert "| trial | loss | x |" in trials
+    assert "checkpoint |" not in trials, "none of them has one"
+
+
+def test_a_single_row_says_it_all() -> None:
+    told = Telling()
+    told.adds("0", {"x": 1})
+    assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(told.report_input())
+
+
+def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
+    told = Telling(settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}})
+    page = page_of(told.report_input(), linked)
+    settings = as_markdown(page).partition("## Settings")[2]
+    assert "<details" not in as_markdown(page) + as_html(page)
+    assert '| **space** | `{"x": [1, 2]}` |' in settings
+    assert {"seed", "stop"}.isdisjoint(re.findall(r"\*\*(\w+)\*\*", settings)), "they were left as they are"
+
+
+def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_time_it_is() -> None:
+    told = Telling()
+    for name in ("0", "1"):
+        told.adds(name, {"x": int(name)})
+        told.starts(name)
+        told.trains(name, 1, {"loss": 0.5})
+    told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
+    page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
+    assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
+    assert "| trial | status | step | host | loss |" in page
+    row = next(line for line in page.splitlines() if line.startswith("| [1]"))
+    assert [cell.strip() for cell in row.split("|")][2:6] == ["running", "59", "gpu-1", "0.25"]
+    told.trains("1", 2, {"loss": 0.4})
+    assert told.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step in order"
+    told.tell(Finished(trial="1", reason="enough"))
+    assert facts_of(told.report_input(), linked).trials[0].step == 2
+
+
+def test_of_a_search_that_is_over_no_page_says_an_age_or_a_host() -> None:
+    page = markdown(asha(4).report_input())
+    assert "**as of**" not in page
+    assert "| host" not in page

@@ -32,7 +32,7 @@ def target(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
         checkpoint=pt.Cadence(every_steps=1),
         max_concurrent_trials=2,
     )
-    assert [str(each.status) for each in results.trials.values()] == ["finished"] * 3 + ["errored"]
+    assert [str(each.status) for each in results.trials.values()] == ["completed"] * 3 + ["errored"]
     return folder
 
 
@@ -133,7 +133,7 @@ def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results) -> N
 def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) -> None:
     trials = results.to_arrow().to_pylist()
     assert [row["trial"] for row in trials] == [A, B, C, BROKEN]
-    assert [row["status"] for row in trials] == ["finished"] * 3 + ["errored"]
+    assert [row["status"] for row in trials] == ["completed"] * 3 + ["errored"]
     assert [row["loss"] for row in trials] == [9.0, 2.0, 4.0, None]
     assert {"config/losses", "config/model/depth", "eval/size", "attempts", "wasted_steps", "checkpoint"} <= set(
         trials[0]
@@ -184,4 +184,4 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
-    assert repr(results) == "Results(experiment='e', trials: 3 finished, 1 errored)"
+    assert repr(results) == "Results(experiment='e', trials: 3 completed, 1 errored)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.messages.process_messages import Broke, TrialEnded
+from prefect_tune.runtime.process_reset import READ_ONCE, ProcessState
 from prefect_tune.supervisor import worker_pools
+from prefect_tune.supervisor.process_channel import trial_in_place
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.worker_pools import worker_pool
 from tests.fakes.trial_processes import (
@@ -18,6 +21,8 @@ from tests.fakes.trial_processes import (
     heard,
     log_to,
     metrics_of,
+    nothing_left,
+    start_of,
     until,
 )
 from tests.supervisor.modules import Module, Trains, different
@@ -67,6 +72,11 @@ LEFT = {
     "a file": "globals().update(left=open('/etc/hostname'))",
     "a log file": "logging.basicConfig(filename='log')",
     "a stream": "sys.stdout = open('printed', 'w')",
+    "a mask": "os.umask(0o27)",
+    "a limit": "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+    "a priority": "os.nice(1)",
+    "a start method": "multiprocessing.set_start_method('spawn')",
+    "devices": "os.environ.update(HIP_VISIBLE_DEVICES='3')",
     "a handler": "signal.signal(signal.SIGUSR2, lambda *_: None)",
 }
 
@@ -74,7 +84,7 @@ LEFT = {
 @pytest.mark.parametrize("what", LEFT)
 def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Trains, module: Module, what: str) -> None:
     module.write(f"""
-        import logging, signal, subprocess, sys, threading
+        import logging, multiprocessing, resource, signal, subprocess, sys, threading
         def measured(config):
             {LEFT[what]}
             return {{}}
@@ -91,6 +101,55 @@ def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Fam
         with pool.process(module.start(1), log_to(hearing)) as channel:
             assert isinstance(heard(channel)[-1], TrialEnded)
     assert len(set(module.imports)) == 2
+
+
+def test_a_trial_that_fails_only_after_an_earlier_one_begins_again_in_a_new_process(
+    trains: Trains, module: Module, hearing: Hearing
+) -> None:
+    module.write("""
+        calls = []
+        def measured(config):
+            calls.append(config)
+            if len(calls) > 1:
+                raise RuntimeError('only once in a process')
+            return {'x': config['x']}
+    """)
+    found = trains(3, "keep")
+    assert ([each["x"] for each in found], different(found)) == ([0, 1, 2], 3)
+    (line,) = set(hearing.lines)
+    assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
+
+
+def test_a_trial_that_fails_in_a_new_process_too_has_failed(module: Module, ours: Family, hearing: Hearing) -> None:
+    del ours
+    module.write("def measured(config): 1 / config['x']; return {}")
+    with TrialProcessPool(slots=1, reuse="keep") as pool:
+        for x, end in ((1, TrialEnded), (0, Broke)):
+            with pool.process(module.start(x), log_to(hearing)) as channel:
+                assert isinstance(heard(channel)[-1], end)
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_a_worker_whose_devices_change_trains_in_another_process(
+    module: Module, ours: Family, hearing: Hearing, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    del ours
+    pids = []
+    with TrialProcessPool(slots=1, reuse="keep") as pool:
+        for value in ("1", "1", "2"):
+            monkeypatch.setenv(name, value)
+            with pool.process(module.start(), log_to(hearing)) as channel:
+                pids.append(metrics_of(channel)["pid"])
+    assert (pids[0] == pids[1], pids[1] == pids[2]) == (True, False)
+
+
+def test_a_trial_whose_process_serves_no_other_is_not_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hearing: Hearing
+) -> None:
+    monkeypatch.setattr(ProcessState, "now", None)  # it reads /proc, which other systems lack
+    start = start_of(lambda _config: {"x": 1}, tmp_path)
+    with trial_in_place(start, log_to(hearing)) as channel:
+        assert metrics_of(channel) == {"x": 1}
 
 
 # ------------------------------------------------------------------------------------------------ imported ahead
@@ -124,6 +183,45 @@ def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
         with pool.process(module.start(), log_to(hearing)) as channel:
             assert heard(channel) == []
             assert channel.end() == "exited with code 3"
+
+
+def test_a_long_message_to_a_process_that_imports_ahead_does_not_wait_for_the_import(
+    module: Module, ours: Family, hearing: Hearing
+) -> None:
+    module.write("import time; time.sleep(600)")
+    start, stop = module.start(), threading.Event()
+    stop.set()
+    with nothing_left(), TrialProcessPool(slots=0) as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+        long = start.model_copy(update={"config": {"text": "x" * 3_000_000}})
+        with pool.process(long, log_to(hearing), stop=stop) as channel:
+            until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
+            assert channel.receive(timedelta(seconds=0.1)) is None
+    ours.require_none()
+
+
+def test_an_import_ahead_that_prints_much_goes_on(module: Module, ours: Family, hearing: Hearing) -> None:
+    module.write("print('x' * 60_000 + '\\n' + 'x' * 60_000)\ndef measured(config): return {'x': len(config['text'])}")
+    with TrialProcessPool(slots=0) as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+        start = module.start().model_copy(update={"config": {"text": "x" * 3_000_000}})
+        with pool.process(start, log_to(hearing)) as channel:
+            found = metrics_of(channel)
+    assert (found["x"], [found["pid"]]) == (3_000_000, module.imports)
+    assert hearing.lines == ["x" * 60_000] * 2
+    ours.require_none()
+
+
+def test_a_long_pickle_is_not_imported_ahead(ours: Family, hearing: Hearing, tmp_path: Path) -> None:
+    weights = bytes(3_000_000)
+    start = start_of(lambda _config: {"size": len(weights)}, tmp_path)
+    with TrialProcessPool(slots=0) as pool:
+        pool.prepare(start.trainable, log_to(hearing))
+        assert not ours.pids("trial")
+        with pool.process(start, log_to(hearing)) as channel:
+            assert metrics_of(channel) == {"size": 3_000_000}
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker

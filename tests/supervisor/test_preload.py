@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
@@ -93,6 +94,44 @@ def test_what_the_import_sets_is_set_in_each_trial(
     assert different(found, "numpy") == 3
 
 
+@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+def test_a_folder_that_the_import_puts_first_on_the_path_stays_first(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    vendored = tmp_path / "vendored"
+    vendored.mkdir()
+    for folder in (tmp_path, vendored):
+        (folder / f"{module.name}_part.py").write_text(f"found = {folder.name!r}")
+    module.write(f"""
+        import importlib, sys
+        sys.path.insert(0, {str(vendored)!r})
+        def measured(config):
+            sys.modules.pop("{module.name}_part", None)
+            return {{"found": importlib.import_module("{module.name}_part").found}}
+    """)
+    assert [each["found"] for each in trains(2, reuse)] == ["vendored"] * 2
+
+
+@pytest.mark.parametrize("reuse", ["fork", "keep"])
+def test_the_import_may_replace_the_finders_of_modules(trains: Trains, module: Module, reuse: Reuse) -> None:
+    module.write("import sys\nsys.meta_path[:] = sys.meta_path[1:]\n" + QUIET)
+    assert [each["x"] for each in trains(2, reuse)] == [0, 1]
+
+
+def test_a_child_that_the_import_forks_does_not_answer_for_it(trains: Trains, module: Module, hearing: Hearing) -> None:
+    module.write("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()\n" + QUIET)
+    assert different(trains(2, "fork")) == 2
+    assert hearing.lines == []
+
+
+def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
+    trains: Trains, module: Module, hearing: Hearing
+) -> None:
+    module.write("os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))\n" + QUIET)
+    assert (different(trains(8, "fork")), len(module.imports)) == (8, 1)
+    assert set(hearing.lines) == {"x" * 30_000}
+
+
 def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
     module.write("""
         import random, numpy
@@ -153,6 +192,23 @@ REASONS = {
         import subprocess
         left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     """,
+    "its import started processes that still run: ": """
+        import subprocess
+        subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 &"], check=True)
+    """,
+    "its import made temporary files, which forks would share: model": """
+        import tempfile
+        open(tempfile.gettempdir() + "/model", "w").close()
+    """,
+    "its import installed handlers of signals: SIGCHLD": """
+        import signal
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    """,
+    "its import left open: /dev/full": """
+        left = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(left, 1)
+        os.close(left)
+    """,
     "its import left open: socket:": """
         import socket
         left = socket.socket()
@@ -173,10 +229,9 @@ REASONS = {
         signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
     """,
     "its import left open: a GPU": """
-        import sys, types
-        sys.modules["torch"] = torch = types.ModuleType("torch")
-        torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: None)
-        torch.manual_seed, torch.initial_seed = lambda seed: None, lambda: 67280421310721
+        import sys, unittest.mock
+        sys.modules["torch"] = torch = unittest.mock.MagicMock()
+        torch.cuda.is_initialized.return_value = True
     """,
     "its import installed handlers of signals: SIGUSR1": """
         import signal
@@ -230,13 +285,16 @@ def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Famil
 
 
 def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
-    module.write("""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = """
         import socket, subprocess, sys
-        listens = "import socket; s = socket.create_server(('127.0.0.1', 45117)); print(flush=True); s.accept()"
+        listens = "import socket; s = socket.create_server(('127.0.0.1', PORT)); print(flush=True); s.accept()"
         server = subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE)
         assert server.stdout.readline()
         def measured(config): return {"x": config["x"]}
-    """)
+    """
+    module.write(body.replace("PORT", str(port)))
     assert [each["x"] for each in trains(2, "fork")] == [0, 1]
 
 

@@ -37,7 +37,7 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
@@ -54,7 +54,7 @@ from prefect_tune.tasks.run_trial import AttemptResult
 
 module = importlib.import_module("prefect_tune.tasks.run_trial")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
-transient = importlib.import_module("prefect_tune.retry_policy")
+transient = importlib.import_module("prefect_tune.task_retries")
 
 TRIAL, SOURCE = "00000", "00001"
 EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")
@@ -85,7 +85,7 @@ class Desk:
     def begun(self, orders: AttemptRequest) -> JournalWriter:
         journal_writer = self.given(orders)
         trial = journal_writer.experiment.trial(TRIAL)
-        if trial.status is not Status.RUNNING:
+        if trial.phase is not Phase.RUNNING:
             newest = trial.checkpoints[-1] if trial.checkpoints else None
             step, sequence = (newest.step, newest.sequence) if newest else (0, None)
             journal_writer.write(
@@ -201,7 +201,7 @@ def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_o
     desk.saves(journal_writer, 1)
     journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
     assert desk.run(told).outcome == Done("enough", returned=True)
-    assert (desk.trial().status, desk.trial().attempt) == (Status.FINISHED, 1)
+    assert (desk.trial().phase, desk.trial().attempt) == (Phase.FINISHED, 1)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "running"])
@@ -242,7 +242,7 @@ def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: De
     desk.saves(journal_writer, 1)
     journal_writer.write([Paused(trial=TRIAL, reason="rung")])
     assert desk.run(told).outcome == Yielded("rung")
-    assert desk.trial().status is Status.PAUSED
+    assert desk.trial().phase is Phase.PAUSED
     assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
 
 

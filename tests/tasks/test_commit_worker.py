@@ -15,7 +15,6 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Adopted,
     AttemptEnded,
@@ -28,9 +27,10 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import append, history, load, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.quarantine import quarantine
@@ -150,7 +150,7 @@ class Desk:
 
     @staticmethod
     def _runs(state: Experiment) -> bool:
-        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).status is Status.RUNNING
+        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).phase is Phase.RUNNING
 
     def save(self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"") -> Path:
         directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
@@ -243,7 +243,7 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_i
     commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), desk.committed.append)
     commit_worker.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
     commit_worker.close()
-    assert (desk.state().status, desk.state().reason, desk.committed) == (Status.FINISHED, "enough", [1])
+    assert (desk.state().phase, desk.state().reason, desk.committed) == (Phase.FINISHED, "enough", [1])
     assert [type(event) for event in desk.entries()[-1].events] == [Reported, Committed, Finished]
     assert len(desk.entries()) == before + 1
 
@@ -257,7 +257,7 @@ def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -
     until(lambda: commit_worker.error)
     commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
     commit_worker.close()
-    assert (desk.state().status, desk.state().user_failures) == (Status.PENDING, 1)
+    assert (desk.state().phase, desk.state().user_failures) == (Phase.PENDING, 1)
 
 
 # ------------------------------------------------------------------------- what is wrong with what was handed over
@@ -275,7 +275,7 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
     commit_worker.close()
     state = desk.state()
-    assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
+    assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
     assert desk.committed == []
     assert desk.reported() == [1, 2], "the last progress is journaled with the failure"
@@ -288,7 +288,7 @@ def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_rai
     commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
-    assert (desk.state().status, desk.state().reason) == (Status.PENDING, "not written")
+    assert (desk.state().phase, desk.state().reason) == (Phase.PENDING, "not written")
 
 
 def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
@@ -299,7 +299,7 @@ def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_rais
     with pytest.raises(StoreRefused):
         commit_worker.close()
     WEATHER.wrong = lambda _path: None
-    assert desk.state().status is Status.RUNNING
+    assert desk.state().phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
@@ -321,7 +321,7 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
     commit_worker.end([done])
     with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(WEATHER, "hidden", ())):
         commit_worker.close()
-    assert (desk.state().status, desk.reported()) == (Status.FINISHED, [1])
+    assert (desk.state().phase, desk.reported()) == (Phase.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
 
@@ -402,7 +402,7 @@ def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) 
     commit_worker.note(report(1))
     commit_worker.note(report(2))
     until(lambda: desk.reported() == [1, 2])
-    assert desk.state().status is Status.RUNNING
+    assert desk.state().phase is Phase.RUNNING
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
 

@@ -14,7 +14,6 @@ from prefect_tune.core.events.experiment_events import (
     Event,
     Finished,
     GaveUp,
-    Paused,
     Reported,
     Started,
     TrialAdded,
@@ -35,19 +34,20 @@ class Search:
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet("e")
-        self.tracker = ProgressTracker(self.experiment, outlook, now=0.0)
+        self.now = 0.0
+        self.tracker = ProgressTracker(self.experiment, outlook, self.now, NOON)
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
-            self.tracker.happened(event, self.experiment, NOON)
+            self.tracker.happened(event, self.experiment, NOON, self.now)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
             self.happens(TrialAdded(trial=trial, config={"lr": 0.1}), Started(trial=trial, attempt=1, from_step=0))
 
     def reports(self, trial: str, step: int, loss: float) -> None:
-        self.tracker.reported(trial, report(step, loss), self.experiment)
+        self.tracker.reported(trial, report(step, loss), self.experiment, self.now)
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -63,7 +63,7 @@ def test_trials_are_counted_by_state(search: Search) -> None:
     search.begins("0", "1", "2")
     search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, message="no"))
     state = search.tracker.state(1.0)
-    assert state.counts == {Status.FINISHED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
+    assert state.counts == {Status.COMPLETED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
 
 
 def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> None:
@@ -117,7 +117,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.tracker.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON)
+    search.tracker.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON, 0.0)
     assert search.tracker.state(1.0).best is None
 
 
@@ -133,9 +133,9 @@ def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search)
     search.begins("0")
     ended = Finished(trial="0", reason="enough")
     search.happens(ended)
-    search.tracker.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON)
+    search.tracker.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON, 0.0)
     assert [(each.trial, each.text, each.is_bad) for each in search.tracker.state(1.0).notes] == [
-        ("0", "finished: enough", False)
+        ("0", "completed: enough", False)
     ]
 
 
@@ -146,49 +146,28 @@ def test_an_exploit_is_noted(search: Search) -> None:
     assert search.tracker.state(1.0).notes[-1].text == "exploits 1"
 
 
-@pytest.mark.parametrize(
-    ("elapsed", "left"),
-    [
-        (0.5, None),  # too early to tell
-        (10.0, 10.0),  # of four trials one is done, and two by half
-        (20.0, 20.0),
-    ],
-)
-def test_what_is_left_is_estimated_from_what_was_done(search: Search, elapsed: float, left: float | None) -> None:
-    search.begins("0", "1", "2")
-    search.happens(Finished(trial="0", reason="enough"))
-    search.reports("1", 5, 0.5)
-    search.reports("2", 5, 0.5)
-    assert search.tracker.state(elapsed).left == (left and timedelta(seconds=left))
-
-
-def test_what_earlier_runs_did_is_not_taken_for_the_pace_of_this_one(search: Search) -> None:
-    search.begins("0", "1")
-    search.happens(Finished(trial="0", reason="enough"), Finished(trial="1", reason="enough"))
-    resumed = Search(SearchEstimate("e", LOSS, trial_count=4), search.experiment)
-    assert resumed.tracker.state(10.0).left is None
-    resumed.begins("2")
-    resumed.happens(Finished(trial="2", reason="enough"))
-    assert resumed.tracker.state(10.0).left == timedelta(seconds=10)
-
-
-def test_what_a_failed_attempt_did_and_no_journal_has_is_still_to_be_done(search: Search) -> None:
-    search.begins("0")
-    search.reports("0", 5, 0.5)
-    search.happens(AttemptEnded(trial="0", cause=Cause.MACHINE, message="gone"))
-    assert search.tracker.state(10.0).left is None
-
-
-def test_a_paused_trial_is_taken_for_done(search: Search) -> None:
-    search.begins("0", "1")
-    search.happens(Paused(trial="0", reason="not among the best"), Paused(trial="1", reason="not among the best"))
-    assert search.tracker.state(10.0).left == timedelta(seconds=10)
-
-
 def test_nothing_takes_longer_than_the_time_budget() -> None:
     search = Search(SearchEstimate("e", LOSS, trial_count=100, time=timedelta(seconds=30)))
     assert search.tracker.state(10.0).left == timedelta(seconds=20)
     search.begins("0")
+    search.now = 10.0
     search.happens(Finished(trial="0", reason="enough"))
     assert search.tracker.state(10.0).left == timedelta(seconds=20)
     assert search.tracker.state(40.0).left == timedelta(0)
+
+
+def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_count_when_they_arrive(
+    search: Search,
+) -> None:
+    search.begins("0")
+    search.tracker.latest("0", report(9, 0.1), 5.0)
+    state = search.tracker.state(10.0)
+    assert [(each.step, each.metrics) for each in state.running] == [(9, {"loss": 0.1})]
+    assert state.best.trial == "0"
+    assert state.reports_per_second == 0
+    for step in range(1, 10):
+        search.reports("0", step, 1 / step)
+    assert search.tracker.state(10.0).reports_per_second == pytest.approx(0.9)
+    search.happens(Finished(trial="0", reason="enough"))
+    search.tracker.latest("1", report(9, 0.1), 5.0)
+    assert not search.tracker.state(10.0).running

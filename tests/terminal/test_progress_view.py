@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
@@ -18,23 +18,23 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
-def trial(number: int, status: Status) -> Trial:
+def trial(number: int, phase: Phase) -> Trial:
     config = {"lr": 10.0**-number, "model": {"depth": number}, "same": "always", "name": f"[bold]{'x' * 30}"}
-    return Trial(trial=f"{number:05d}", config=config, status=status, step=number, metrics={"loss": number / 7})
+    return Trial(trial=f"{number:05d}", config=config, status=phase, step=number, metrics={"loss": number / 7})
 
 
 def state(running: int = 2, others: int = 3, **changes: object) -> ProgressState:
     known = {
         "outlook": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
-        "counts": {Status.RUNNING: running, Status.FINISHED: others},
+        "counts": {Status.RUNNING: running, Status.COMPLETED: others},
         "reports_per_second": 12.345,
         "left": timedelta(hours=2, minutes=5),
         "rungs": {1: 5, 3: 2},
-        "running": [trial(number, Status.RUNNING) for number in range(10, 10 + running)],
-        "others": [trial(number, Status.FINISHED) for number in range(1, 1 + others)],
-        "best": trial(1, Status.FINISHED),
-        "notes": [Note(NOON, "00003", f"finished: step {number} of 27") for number in range(9)],
+        "running": [trial(number, Phase.RUNNING) for number in range(10, 10 + running)],
+        "others": [trial(number, Phase.FINISHED) for number in range(1, 1 + others)],
+        "best": trial(1, Phase.FINISHED),
+        "notes": [Note(NOON, "00003", f"completed: step {number} of 27") for number in range(9)],
     }
     return ProgressState(**{**known, **changes})
 
@@ -50,7 +50,7 @@ def test_all_there_is_to_know_is_shown() -> None:
     lines = drawn(state())
     assert lines[:6] == [
         "first  3 min 20 s, about 2 h 5 min left  12.3 reports/s",
-        "trials  2 running, 3 finished of 20",
+        "trials  3 completed, 2 running of 20",
         "rungs   5 at step 1, 2 at step 3",
         "best    00001: loss 0.142857 at step 1",
         "        lr 0.1, model/depth 1, same always, name [bold]xxxxxxxxxxxxxxxxx…",
@@ -58,7 +58,7 @@ def test_all_there_is_to_know_is_shown() -> None:
     ]
     assert lines[6].split() == ["trial", "status", "step", "loss", "lr", "model/depth"]
     assert [text.split()[0] for text in lines[7:12]] == ["00010", "00011", "00001", "00002", "00003"]
-    assert lines[-1] == "12:00:00  00003 finished: step 8 of 27"
+    assert lines[-1] == "12:00:00  00003 completed: step 8 of 27"
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
@@ -73,7 +73,7 @@ def test_it_fits_every_terminal(width: int, height: int, running: int, others: i
 def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
     lines = drawn(state(running=100, others=100), height=60)
     assert sum(" running " in text for text in lines[6:]) == 11
-    assert sum(" finished " in text for text in lines[6:]) == 5
+    assert sum(" completed " in text for text in lines[6:]) == 5
 
 
 def test_without_a_metric_there_is_no_best_one() -> None:
@@ -90,7 +90,7 @@ def test_many_rungs_are_cut_in_their_middle() -> None:
 
 def test_in_a_log_it_is_one_line() -> None:
     assert line(state()) == (
-        "first: 2 running, 3 finished of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
+        "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
 
 

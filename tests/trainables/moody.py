@@ -28,6 +28,8 @@ class Moody(pt.Trainable):
         match self.config.get("fails"):
             case "raise":
                 raise ValueError("in a mood")
+            case "import":
+                raise ImportError("in a mood for another package")
             case "kill":
                 Path(str(self.config["until"])).touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, newest_checkpoint
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
@@ -67,7 +67,7 @@ class Court:
         self.sequence = 0
         self.error: BaseException | None = None
 
-    def loses_an_attempt(self, *, saves: bool = False) -> Status:
+    def loses_an_attempt(self, *, saves: bool = False) -> Phase:
         """Return how the trial is when an attempt has vanished, and the next one was begun if it is to."""
         state = self.page.state.trial(_TRIAL)
         start = newest_checkpoint(state)
@@ -86,7 +86,7 @@ class Court:
         if self.startable:
             self.startable.clear()
             self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
-        return self.page.state.trial(_TRIAL).status
+        return self.page.state.trial(_TRIAL).phase
 
     def spends_machine_budget(self, last: str) -> None:
         """Lose two attempts by the judge, and one more that ended with the message `last`."""
@@ -99,7 +99,7 @@ class Court:
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
     court = Court()
-    assert {court.loses_an_attempt(saves=True) for _ in range(12)} == {Status.PENDING}
+    assert {court.loses_an_attempt(saves=True) for _ in range(12)} == {Phase.PENDING}
 
 
 @pytest.mark.parametrize("committed_before", [0, 5])
@@ -107,7 +107,7 @@ def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int)
     court = Court()
     for _ in range(committed_before):
         court.loses_an_attempt(saves=True)
-    assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Status.ERRORED
+    assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
     assert "3 attempts were lost without a commit" in court.page.state.trial(_TRIAL).reason
 
 
@@ -116,17 +116,17 @@ def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
     court.loses_an_attempt(saves=True)
     court.loses_an_attempt()
     court.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
-    assert court.loses_an_attempt() is Status.ERRORED
+    assert court.loses_an_attempt() is Phase.ERRORED
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
 def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind: type[Exception]) -> None:
     court = Court()
     court.error = kind("the credentials have expired")
-    assert [court.loses_an_attempt() for _ in range(2)] == [Status.PENDING] * 2
+    assert [court.loses_an_attempt() for _ in range(2)] == [Phase.PENDING] * 2
     with pytest.raises(kind, match="expired"):
         court.loses_an_attempt()
-    assert court.page.state.trial(_TRIAL).status is Status.RUNNING, "whoever runs it again goes on with it"
+    assert court.page.state.trial(_TRIAL).phase is Phase.RUNNING, "whoever runs it again goes on with it"
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
@@ -138,7 +138,7 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
     court.spends_machine_budget("not written")
     with pytest.raises(kind, match="expired"):
         court.failure_handler.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
-    assert court.page.state.trial(_TRIAL).status is Status.PENDING
+    assert court.page.state.trial(_TRIAL).phase is Phase.PENDING
 
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
@@ -146,8 +146,8 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
     court.spends_machine_budget("not written")
     court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == [_TRIAL]
-    assert (court.page.state.trial(_TRIAL).status, court.page.state.trial(_TRIAL).machine_failures) == (
-        Status.PENDING,
+    assert (court.page.state.trial(_TRIAL).phase, court.page.state.trial(_TRIAL).machine_failures) == (
+        Phase.PENDING,
         0,
     )
 
@@ -157,4 +157,4 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
     court.spends_machine_budget(OWNER_VANISHED)
     court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == []
-    assert court.page.state.trial(_TRIAL).status is Status.ERRORED, "or it would kill its machine for ever"
+    assert court.page.state.trial(_TRIAL).phase is Phase.ERRORED, "or it would kill its machine for ever"

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.events.experiment_events import Event, Finished, Opened, Owner, StopAsked, TrialAdded
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    Event,
+    Finished,
+    Opened,
+    Owner,
+    Reported,
+    Started,
+    StopAsked,
+    TrialAdded,
+)
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
@@ -89,3 +100,44 @@ def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Pending
     page.put(Finished(trial="00000", reason="enough", left=True))
     assert page.write(may_wait=True).trial("00000").left
     assert len(written.entries) == 2
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_sync_period(
+    page: PendingEntry, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    first, second = (Started(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
+    page.put(first)
+    clock.now += 1.9
+    page.put(second)
+    page.write(may_wait=True)
+    assert written.entries == []
+    clock.now += 0.2
+    page.write(may_wait=True)
+    assert written.entries == [(first, second)], "both share an entry"
+    reported = Reported(trial="00000", report=StepReport(step=1, metrics={}))
+    page.put(reported)
+    clock.now += 290
+    page.write(may_wait=True)
+    assert len(written.entries) == 1
+    clock.now += 11
+    page.write(may_wait=True)
+    assert written.entries[1:] == [(reported,)]
+
+
+def test_a_start_that_a_trials_own_journal_has_brought_counts_as_a_changed_status(
+    page: PendingEntry, written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    page.put(Absorbed(trial="00000", number=1, events=(Started(trial="00000", attempt=1, from_step=0),)))
+    clock.now += 2.1
+    page.write(may_wait=True)
+    assert len(written.entries) == 1

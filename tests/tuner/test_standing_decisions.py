@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.experiment.trial_transitions import Happening, Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
@@ -14,7 +14,7 @@ from prefect_tune.tuner.policy import SearchPolicy, standing_decision
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 ADDED = Happening(order=1, what="added")
-ALL = [Status.PENDING, Status.RUNNING, Status.PAUSED, Status.FINISHED]
+ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
 def decided(decision: Decision) -> Happening:
@@ -30,10 +30,10 @@ def told(trial: Trial) -> SearchPolicy:
 
 @pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
 @pytest.mark.parametrize("status", ALL)
-def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Status) -> None:
+def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
     trial = Trial(trial="00000", config={}, status=status, past=(ADDED, decided(decision)))
     standing = standing_decision(trial)
-    if status in (Status.PENDING, Status.RUNNING):
+    if status in (Phase.PENDING, Phase.RUNNING):
         assert standing is not None
         assert standing.decision == decision
         assert told(trial).milestone(trial) == 3

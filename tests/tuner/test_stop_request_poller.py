@@ -13,6 +13,7 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.messages.stop_requests import StopRequest, ask
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.tuner import stop_request_poller
 from prefect_tune.tuner.stop_request_poller import StopRequestPoller
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 
@@ -30,11 +31,14 @@ class AwayBucket(Bucket):
         return super().read(path, offset=offset, length=length)
 
 
-def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request_poller, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", epoch=0, trial=None)
     ask(bucket, nothing_yet(JournalKey(experiment="e")), request)
-    often, stop = timedelta(milliseconds=5), threading.Event()
+    stop = threading.Event()
     with (
         caplog.at_level(logging.WARNING, "prefect_tune"),
         StopRequestPoller(BucketTarget(name="away"), "e", 0, often, stop) as poller,

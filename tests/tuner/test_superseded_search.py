@@ -11,7 +11,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -92,7 +92,7 @@ def test_an_owner_settles_what_earlier_owners_left(target: LocalTarget) -> None:
     new = Search(target)
     new.merger.catch_up(TRIAL)
     new.merger.settle(TRIAL)
-    assert new.page.state.trial(TRIAL).status is Status.PENDING
+    assert new.page.state.trial(TRIAL).phase is Phase.PENDING
 
 
 class TakenOver(Troupe):
@@ -137,7 +137,7 @@ def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: 
     assert acted.executor.start_count == 2
     assert openings(target, SEARCH) == 1
     with target.open(timeout=_MINUTE) as store:
-        assert load(store, SEARCH, side_by_side=map).trial(TRIAL).status is Status.FINISHED
+        assert load(store, SEARCH, side_by_side=map).trial(TRIAL).phase is Phase.FINISHED
 
 
 def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(target: LocalTarget) -> None:

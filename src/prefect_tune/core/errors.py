@@ -21,6 +21,7 @@ __all__ = [
     "ObjectNotFound",
     "ResumeFailed",
     "SaveOvertaken",
+    "SearchFailed",
     "StagedFilesChanged",
     "StoreRefused",
     "StoreUnavailable",
@@ -123,6 +124,15 @@ class ResumeFailed(TuneError):
 
 class CrashLoop(TuneError):
     """Automations restarted a run repeatedly without progress: fix the cause, then Retry or resume."""
+
+
+class SearchFailed(TuneError):
+    """Every trial of the search errored: fix the cause, then run it again with `rerun_errored=True`."""
+
+    def __init__(self, message: str, results: object = None) -> None:
+        super().__init__(message)
+        self.results = results
+        """The `Results`, for a caller in the same process."""
 
 
 class TrialFailed(TuneError):

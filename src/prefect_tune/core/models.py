@@ -154,7 +154,7 @@ def metric_in(metrics: Metrics, name: str) -> object:
 
 def plural(count: int, one: str, many: str) -> str:
     """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
-    return f"{count} {one if count == 1 else many}"
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def shown_size(size_bytes: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from prefect.automations import AutomationCore, DoNothing, RunDeployment, SendNotification
 from prefect.client.orchestration import SyncPrefectClient
@@ -17,7 +18,19 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.deploy.automation_specs import AutomationSpec, shipped
 from prefect_tune.prefect_api.api_client import prefect_server
 
-__all__ = ["automation_names", "install_automations", "uninstall_automations"]
+__all__ = ["Installed", "apply_automations", "automation_names", "install_automations", "uninstall_automations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An automation as it is on the server now."""
+
+    name: str
+    is_alert: bool
+    enabled: bool
+    acts: bool
+    """Whether it has an action; an alert may have none."""
+
 
 _TAGS = ["prefect-tune"]
 _HEARTBEATS = 3
@@ -42,13 +55,14 @@ def install_automations(
     """Install automations on the Prefect server, or update existing ones; return their names.
 
     Automations are matched by name; others are not changed. Installing twice is the same as installing once. An
-    update keeps whether an automation is enabled, and keeps an alert's actions unless `notify` or `run` is passed.
+    alert without an action is switched off. An update keeps whether any other automation is enabled, and keeps an
+    alert's actions unless `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
         notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
         run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
-            only appears in the event feed, until you add an action in the UI.
+            is switched off: add an action in the UI, and switch it on.
         parameters: parameters of that deployment; texts may be templates, such as
             `"{{ event.payload.experiment }}"`.
         heartbeat_window_seconds: seconds without a heartbeat after which a run is considered crashed. Default: three
@@ -60,12 +74,36 @@ def install_automations(
             installed.
         TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
     """
-    chosen = _chosen(names, _window(heartbeat_window_seconds))
+    window = _window(heartbeat_window_seconds)
+    done = apply_automations(_chosen(names, window), notify=notify, run=run, parameters=parameters)
+    return [each.name for each in done]
+
+
+def apply_automations(
+    chosen: Sequence[AutomationSpec] | None = None,
+    *,
+    notify: str | None = None,
+    run: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    without_action: Literal["switch off", "leave out"] = "switch off",
+) -> Sequence[Installed]:
+    """Install these automations, or all; return each as it is then.
+
+    Args:
+        chosen: the automations. Default: all.
+        notify: as in `install_automations`, like `run` and `parameters`.
+        run: the deployment that alerts run.
+        parameters: its parameters.
+        without_action: whether a new alert without an action is installed switched off, or not at all.
+
+    Raises what `install_automations` raises.
+    """
+    chosen = _chosen(None, _window(None)) if chosen is None else chosen
     with prefect_server("automations") as client:
         actions = _actions(client, notify, run, parameters)
-        for each in chosen:
-            _install(client, each, actions)
-    return [each.name for each in chosen]
+        idle = [] if actions or without_action == "switch off" else [each for each in chosen if each.is_alert]
+        wanted = [each for each in chosen if each not in idle or client.read_automations_by_name(each.name)]
+        return [_installed(client, each, actions) for each in wanted]
 
 
 def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
@@ -132,20 +170,31 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
         raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
 
 
-def _install(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> None:
+def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
     found = client.read_automations_by_name(wanted.name)
     if not found:
-        client.create_automation(_automation(wanted, actions or [DoNothing()]))
-        return
+        new = _automation(wanted, actions or [DoNothing()], enabled=bool(wanted.acts or actions))
+        client.create_automation(new)
+        return _as_installed(wanted, new)
     first, *others = found
     for each in others:  # concurrent installs created duplicates
         client.delete_automation(each.id)
-    new = _automation(wanted, actions or first.actions, enabled=first.enabled)
+    enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
+    new = _automation(wanted, actions or first.actions, enabled=enabled)
     if _said(new) != _said(first):  # an update resets the state of the trigger
         client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
+    return _as_installed(wanted, new)
 
 
-def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool = True) -> AutomationCore:
+def _as_installed(wanted: AutomationSpec, automation: AutomationCore) -> Installed:
+    return Installed(automation.name, wanted.is_alert, automation.enabled, _act(automation.actions))
+
+
+def _act(actions: Sequence[ActionTypes]) -> bool:
+    return not all(isinstance(each, DoNothing) for each in actions)
+
+
+def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool) -> AutomationCore:
     does = [_worded(each, wanted.says) for each in actions] if wanted.is_alert else list(wanted.acts)
     return AutomationCore(
         name=wanted.name,

@@ -1,7 +1,7 @@
 """The automations of this package, as values: the trigger and the actions of each.
 
 Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
-others are alerts on this package's events (`prefect_tune.core.notifications.lifecycle_events`); the user gives their
+others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`); the user gives their
 actions at installation.
 """
 
@@ -15,7 +15,7 @@ from prefect.automations import ChangeFlowRunState, EventTrigger, Posture
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes
 
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
     CheckpointCorruptFound,
@@ -31,7 +31,7 @@ _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
-_UNTIL = "Without an action it only appears in the event feed."
+_UNTIL = "Without an action it stays switched off."
 _COOL_DOWN = timedelta(seconds=30)
 # Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
 _GOES_ON = (
@@ -62,7 +62,7 @@ class AutomationSpec:
 
     @property
     def is_alert(self) -> bool:
-        """Whether the user chooses its actions."""
+        """Whether the user chooses its actions; without one it is switched off."""
         return not self.acts
 
 

@@ -53,17 +53,40 @@ OFFERS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "durable-trainable",
         "prefect_tune.flows.durable_trainable.durable_trainable",
-        "Train one trial durably. The same experiment name resumes it from its newest checkpoint.",
+        "Train one trial durably. The same experiment name resumes it from its newest checkpoint.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        '| config | `{"lr": 0.01, "layers": 2}` |\n'
+        "| experiment | `first-training` |\n"
+        '| stop | `{"step": 100}` |\n',
     ),
     DeployableFlow(
         "tune",
         "prefect_tune.flows.tune.tune",
-        "Search for the best configuration. The same experiment name resumes the search.",
+        "Search for the best configuration. The same experiment name resumes the search.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        '| space | `{"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}}` |\n'
+        "| experiment | `first-search` |\n"
+        "| metric | `loss` |\n"
+        "| num_samples | `20` |\n"
+        '| stop | `{"step": 100}` |\n'
+        '| scheduler | `{"ASHA": {"max_t": 100}}` |\n',
     ),
     DeployableFlow(
         "resume",
         "prefect_tune.flows.resume.resume",
-        "Resume a search by its name alone, with more samples or steps, or another space; or fork it.",
+        "Resume a search by its name alone, with more samples or steps, or another space; or fork it.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| experiment | `first-search` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| num_samples | `40` |\n",
     ),
     DeployableFlow(
         "maintain",

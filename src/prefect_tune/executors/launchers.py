@@ -19,10 +19,11 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempoten
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
 from prefect_tune.executors.remote_link import StoreLink
@@ -53,10 +54,28 @@ class TaskRunnerLauncher:
     def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         with self._reserving():
-            return attempt_of(plan).submit(plan, request, link).result
+            future = attempt_of(plan).submit(plan, request, link)
+        return lambda: _raise(_error_of(future))
 
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
+
+
+def _error_of(future: PrefectFuture[Any]) -> BaseException | None:
+    """Wait for an attempt's task; return the error that it raised, None if it returned the state of its end."""
+    try:
+        future.wait()
+        if future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
+            return None
+        found = future.result(raise_on_failure=False)
+    except BaseException as error:  # noqa: BLE001  the driver handles the error
+        return error
+    return found if isinstance(found, BaseException) and not isinstance(found, TrialFailed) else None
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:

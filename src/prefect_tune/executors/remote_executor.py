@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,17 +15,18 @@ from typing import Protocol
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Reported, Started
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
-from prefect_tune.retry_policy import with_retries
-from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import experiment_id
 
 __all__ = ["AttemptLauncher", "RemoteExecutor"]
@@ -59,6 +60,8 @@ class _RemoteAttempt:
     milestone: int | None
     read: int
     """Number of the last entry that was read from its journal."""
+    looked_at: float = 0.0
+    """When its live status was read last, in seconds of the monotonic clock."""
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduler decides about the trial at `step`."""
@@ -92,7 +95,8 @@ class RemoteExecutor:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        link = StoreLink(self._target, plan.trial, attempt, search_epoch=request.search_epoch, reuse=plan.reuse)
+        sharing = PoolSharing(request.search_epoch, plan.reuse)
+        link = StoreLink(self._target, plan.trial, attempt, plan.sync.live_period, sharing)
         wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
         self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
@@ -120,6 +124,7 @@ class RemoteExecutor:
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
             messages = [message for attempt in self._attempts.values() for message in self._read(attempt)]
+            messages += [message for attempt in self._attempts.values() for message in self._read_live(attempt)]
             if messages or over or time.monotonic() >= end:
                 return [*messages, *over]
 
@@ -158,6 +163,19 @@ class RemoteExecutor:
                 attempt.read = entry.number
                 entries.append(entry)
         return [message for entry in entries for message in self._said_in(entry, attempt)]
+
+    def _read_live(self, attempt: _RemoteAttempt) -> Iterator[LatestReport]:
+        """Yield the newest report of the attempt, once every `live_period`; its journal has it later."""
+        period, now = attempt.plan.sync.live_period, time.monotonic()
+        if period is None or now - attempt.looked_at < period.total_seconds():
+            return
+        attempt.looked_at = now
+        live = None
+        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+            live = newest_live_status(store, attempt.plan.journal)
+        for each in live.trials if live is not None else ():
+            if each.attempt == attempt.number and each.report and each.reported_at:
+                yield LatestReport(each.trial, each.report, each.reported_at)
 
     @contextmanager
     def _read_later(self) -> Iterator[None]:

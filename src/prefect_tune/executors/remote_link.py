@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
@@ -18,19 +19,30 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import Answer
+from prefect_tune.supervisor.search_link import Answer, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 from prefect_tune.supervisor.worker_pools import worker_pool
 
-__all__ = ["StoreLink"]
+__all__ = ["PoolSharing", "StoreLink"]
 
 _REQUEST = timedelta(seconds=30)
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 _UNASKED_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSharing:
+    """Which attempts in one process of a worker share a pool of trial processes, and how."""
+
+    search_epoch: int = 0
+    """Of the run of the search that starts them."""
+    reuse: Reuse = "never"
+    """How that pool shares the import of the trainable's module."""
 
 
 class StoreLink:
@@ -43,20 +55,26 @@ class StoreLink:
     reads_journal = True
 
     def __init__(
-        self, target: StorageTarget, trial: TrialKey, attempt: int, *, search_epoch: int = 0, reuse: Reuse = "never"
+        self,
+        target: StorageTarget,
+        trial: TrialKey,
+        attempt: int,
+        live_period: timedelta | None = None,
+        sharing: PoolSharing = PoolSharing(),
     ) -> None:
-        """Args: search_epoch, reuse: of the run of the search, whose attempts in one process share a pool."""
+        """Args: live_period: how often the attempt publishes its newest report, which its journal has later."""
         self._target = target
         self._trial = trial
         self._attempt = attempt
-        self._shares: tuple[int, Reuse] = search_epoch, reuse
+        self._live_period = live_period
+        self._sharing = sharing
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]:
-        return self._target, self._trial, self._attempt, self._shares
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]:
+        return self._target, self._trial, self._attempt, self._live_period, self._sharing
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]) -> None:
-        self._target, self._trial, self._attempt, self._shares = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]) -> None:
+        self._target, self._trial, self._attempt, self._live_period, self._sharing = state
         self._open()
 
     def _open(self) -> None:
@@ -71,6 +89,8 @@ class StoreLink:
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
         self._watching: threading.Thread | None = None
+        self._live: LiveStatusObserver | None = None
+        self._journal: Experiment | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
@@ -85,9 +105,8 @@ class StoreLink:
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
-        epoch, reuse = self._shares
-        search = self._target.uri, self._trial.experiment, epoch
-        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, reuse)
+        search = self._target.uri, self._trial.experiment, self._sharing.search_epoch
+        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._sharing.reuse)
         with own as pool, pool.process(start, log, environment, self.stop) as channel:
             yield channel
 
@@ -99,19 +118,26 @@ class StoreLink:
         self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
+        if self._live is not None and self._journal is not None:
+            self._live.reported(StepReported(self._trial.trial, report, asks), self._journal)
         if asks:
             self._asked = report.step
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
-        del experiment
+        self._journal = experiment
+        if self._live is None:
+            self._live = LiveStatusObserver(self._target, experiment, self._live_period)
         for event in events:
+            self._live.happened(event, experiment)
             if isinstance(event, Started):
                 self._attempt = event.attempt
 
     def close(self) -> None:
-        """Stop polling for answers."""
+        """Stop polling for answers, and publishing."""
+        if self._live is not None:
+            self._live.close()
         self._closed.set()
         self._asks.set()
 

@@ -11,17 +11,20 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
+from prefect.client.schemas.objects import State
+from prefect.exceptions import CancelledRun
 
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.prefect_api.short_task_run import run_here
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
+from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.run_trial import AttemptResult, run_trial
+from prefect_tune.task_retries import skip_prefect_introspection
+from prefect_tune.tasks.run_trial import run_trial
 
 __all__ = [
     "AttemptExited",
@@ -55,10 +58,10 @@ class RemoteAttemptStarted:
     trial: str
 
 
-Message: TypeAlias = TrialMessage | AttemptExited | RemoteAttemptStarted
+Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttemptStarted
 
 
-_AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]
+_AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]
 
 
 def attempt_of(plan: TrialSpec) -> _AttemptTask:
@@ -150,6 +153,8 @@ def _call(task: _AttemptTask, plan: TrialSpec, request: AttemptRequest, link: Se
     quote = skip_prefect_introspection
     try:
         run_here(task, quote(plan), quote(request), quote(link))
+    except (TrialFailed, CancelledRun):  # the state in which its task run has ended: its journal has the end
+        ended(None)
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         ended(error)
     else:

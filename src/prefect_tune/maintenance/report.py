@@ -137,12 +137,12 @@ def show_report(report: MaintenanceReport) -> bool:
 def markdown(report: MaintenanceReport) -> str:
     """Return the page: first the damage, then the work done, then the work left."""
     what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
-    sign = "🔴" if report.new_damage else "🟠" if report.damaged else "✅"
+    found = "new damage" if report.new_damage else "damage, reported before" if report.damaged else "no damage found"
     return "\n".join(
         [
             f"# {what}",
             "",
-            f"{sign} `{report.target}`",
+            f"**{found}**: `{report.target}`",
             "",
             f"{report.summary}.",
             "",

@@ -1,11 +1,12 @@
-"""Publish Prefect artifacts from a background thread: create each once, then update it in place."""
+"""Publish Prefect artifacts from a background thread: create each once, update it in place, delete it in the end."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,18 +16,18 @@ from uuid import UUID
 from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.exceptions import PrefectException
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
 
 from prefect_tune.core.models import digest_of
 from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.supervisor.process_output import Log
 
-__all__ = ["REFRESH_PERIOD", "ArtifactContent", "ArtifactPublisher", "artifact_key"]
+__all__ = ["ArtifactContent", "ArtifactPublisher", "EarlierArtifacts", "artifact_key", "plain_key"]
 
 _FIRST = timedelta(seconds=2)
-REFRESH_PERIOD = timedelta(seconds=15)
-"""The shortest pause between two updates of a report that changes."""
 _LONGEST_PERIOD = timedelta(minutes=10)
 _SHARE = 50
 """The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
@@ -44,21 +45,46 @@ class ArtifactContent:
     task_run: str | None = None
     """The id of a task run that shows it as well."""
 
+    @property
+    def identity(self) -> tuple[str, str | None]:
+        """What one artifact has for ever: the key, and the task run."""
+        return self.key, self.task_run
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierArtifacts:
+    """What earlier runs, or an earlier process of this run, may have left: a killed process deletes nothing."""
+
+    kept: frozenset[str]
+    """Keys of which a run has one artifact: this process continues that of its own run."""
+    deleted: frozenset[str]
+    """Keys of artifacts that do not outlive their process."""
+    prefix: str
+    """The beginning of the keys in `deleted`; other experiments' keys may begin with it too."""
+
 
 class ArtifactPublisher:
-    """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
+    """Publishes the result of `render` after 2 s, then at most once in each `period`, and once at the end. Best effort.
 
     Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
-    each time.
+    each time. An artifact that `render` no longer returns is deleted.
     While the API is unreachable nothing is published and nothing fails; the next round tries again.
     """
 
-    def __init__(self, render: Callable[[], Sequence[ArtifactContent]], log: Log) -> None:
+    def __init__(
+        self,
+        render: Callable[[], Sequence[ArtifactContent]],
+        period: timedelta,
+        log: Log,
+        earlier: EarlierArtifacts | None = None,
+    ) -> None:
         self._render = render
+        self._period = period
         self._log = log
+        self._earlier = earlier
         self._flow_run = flow_run.id
-        self._made: dict[str, UUID] = {}
-        self._shown: dict[str, ArtifactContent] = {}
+        self._made: dict[tuple[str, str | None], UUID] = {}
+        self._shown: dict[tuple[str, str | None], ArtifactContent] = {}
         self._news = threading.Event()
         self._closing = threading.Event()
         self._is_left = False
@@ -97,7 +123,7 @@ class ArtifactPublisher:
             began = time.monotonic()
             is_shown = self._round()
             cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
-            pause = max(REFRESH_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
+            pause = max(self._period, min(_LONGEST_PERIOD, cost * _SHARE))
         if not self._is_left:
             self._round()
 
@@ -109,8 +135,10 @@ class ArtifactPublisher:
             return False
         try:
             with get_client(sync_client=True, httpx_settings={"timeout": _ANSWERS_WITHIN.total_seconds()}) as client:
+                self._take_over(client)
                 for sheet in sheets:
                     self._show(client, sheet)
+                self._delete_all_but(client, {sheet.identity for sheet in sheets})
             return True
         except (PrefectException, HTTPError, OSError):
             self._news.set()  # the API is away: the next round tries again
@@ -120,13 +148,35 @@ class ArtifactPublisher:
             # The flow stopped waiting for this thread, ended, and closed its client.
         return False
 
-    def _show(self, client: SyncPrefectClient, sheet: ArtifactContent) -> None:
-        if self._shown.get(sheet.key) == sheet:
+    def _take_over(self, client: SyncPrefectClient) -> None:
+        """Delete what earlier processes left, and continue what this run has; reads nothing in a first run."""
+        if self._earlier is None:
             return
-        made = self._made.get(sheet.key)
+        left = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.prefix}%"))
+        for each in client.read_artifacts(artifact_filter=left, sort=ArtifactSort.CREATED_DESC):
+            if each.key in self._earlier.deleted:
+                _delete(client, each.id)
+        if self._flow_run:
+            own = ArtifactFilter(
+                key=ArtifactFilterKey(any_=sorted(self._earlier.kept)),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(self._flow_run)]),
+            )
+            self._made |= {(str(each.key), None): each.id for each in client.read_artifacts(artifact_filter=own)}
+        self._earlier = None
+
+    def _show(self, client: SyncPrefectClient, sheet: ArtifactContent) -> None:
+        if self._shown.get(sheet.identity) == sheet:
+            return
+        made = self._made.get(sheet.identity)
         if made is None or not update_artifact(client, made, sheet.data, sheet.description):
-            self._made[sheet.key] = self._make(client, sheet)
-        self._shown[sheet.key] = sheet
+            self._made[sheet.identity] = self._make(client, sheet)
+        self._shown[sheet.identity] = sheet
+
+    def _delete_all_but(self, client: SyncPrefectClient, current: Collection[tuple[str, str | None]]) -> None:
+        for identity in [each for each in self._made if each not in current]:
+            _delete(client, self._made[identity])
+            del self._made[identity]
+            self._shown.pop(identity, None)
 
     def _make(self, client: SyncPrefectClient, sheet: ArtifactContent) -> UUID:
         made = ArtifactCreate(
@@ -140,8 +190,17 @@ class ArtifactPublisher:
         return client.create_artifact(made).id
 
 
+def _delete(client: SyncPrefectClient, artifact: UUID) -> None:
+    with suppress(ObjectNotFound):
+        client.delete_artifact(artifact)
+
+
 def artifact_key(*names: str) -> str:
     """Return an artifact key: lower-case letters, digits and dashes; other names get a digest that keeps them apart."""
-    wanted = "-".join(names)
-    plain = re.sub(r"[^a-z0-9-]+", "-", wanted.lower()).strip("-")
+    wanted, plain = "-".join(names), plain_key(*names)
     return plain if plain == wanted else f"{plain}-{digest_of(wanted.encode())[:6]}"
+
+
+def plain_key(*names: str) -> str:
+    """Return the names as an artifact key; different names may have the same one."""
+    return re.sub(r"[^a-z0-9-]+", "-", "-".join(names).lower()).strip("-")

@@ -12,7 +12,7 @@ from prefect.assets import Asset
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.notifications.lifecycle_events import BestImproved, CheckpointCommitted, TrialLifecycleEvent
+from prefect_tune.core.notifications.prefect_events import BestImproved, CheckpointCommitted, TrialLifecycleEvent
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.prefect_api.asset_events import PrefectEvent, as_related, asset_of, materialized, referenced
 

@@ -19,7 +19,6 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Committed,
@@ -29,6 +28,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import entries_beyond
@@ -41,12 +41,12 @@ from prefect_tune.core.notifications.callback_delivery import (
     newest_state,
 )
 from prefect_tune.monitoring.listener import ObserverGroup
-from prefect_tune.retry_policy import with_retries
-from prefect_tune.runtime.trial_process import load_trainable
+from prefect_tune.runtime.load_named import load_named
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
+from prefect_tune.task_retries import with_retries
 
 _TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)
@@ -65,7 +65,7 @@ def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
 
 
 def _callback(given: Any) -> Callback:
-    named = load_trainable(given) if isinstance(given, str) and ":" in given else given
+    named = load_named(given, "callback") if isinstance(given, str) and ":" in given else given
     made = named() if callable(named) and not isinstance(named, Callback) else named
     if isinstance(made, Callback):
         valid_name(made.name)
@@ -129,6 +129,9 @@ class CallbackThread:
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         self._put(_Item(experiment, step))
+
+    def latest(self, newest: LatestReport) -> None:
+        del newest
 
     def wrote(self, experiment: Experiment) -> None:
         self._put(_Item(experiment))

@@ -12,10 +12,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_stoppers import Stopper
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     CheckpointCommitted,
     ExperimentFinished,
@@ -75,11 +75,11 @@ class EventBuilder:
         self._allowance = Allowance(_AT_ONCE, _PER_SECOND)
         self._dropped_count = 0
         self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
-        self._ended = sum(each.status in ENDED for each in experiment.trials.values())
+        self._ended = sum(each.phase in ENDED for each in experiment.trials.values())
         self.health = HealthMonitor(now, context.budgets, context.patience)
         """The health monitor; the emitter also passes reports to it directly."""
         for each in experiment.trials.values():
-            if each.status is Status.RUNNING:  # the attempt has outlived its search
+            if each.phase is Phase.RUNNING:  # the attempt has outlived its search
                 self.health.started(each.trial, each.step, now)
 
     def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
@@ -130,7 +130,7 @@ class EventBuilder:
 
     def _count(self, before: Trial | None, after: Trial) -> None:
         self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
-        self._ended += (after.status in ENDED) - (before is not None and before.status in ENDED)
+        self._ended += (after.phase in ENDED) - (before is not None and before.phase in ENDED)
 
     def _track_health(self, lifecycle: TrialLifecycleEvent, trial: Trial, now: float) -> None:
         match lifecycle:

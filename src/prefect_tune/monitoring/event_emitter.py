@@ -2,7 +2,7 @@
 
 Delivery is best effort, since the journal is the truth: if the Prefect API is unavailable for long, or a process dies,
 some events are never emitted. The run that owns the experiment emits each event once, and none for entries journaled
-before it began. `prefect_tune.core.notifications.lifecycle_events` defines the events.
+before it began. `prefect_tune.core.notifications.prefect_events` defines the events.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from prefect.settings import get_current_settings
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.notifications.prefect_events import (
     ExperimentFailed,
     ExperimentSuperseded,
     LifecycleEvent,
@@ -35,7 +35,7 @@ from prefect_tune.core.notifications.lifecycle_events import (
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
 from prefect_tune.prefect_api.asset_events import PrefectEvent
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 _MOST_WAITING = 10_000
 _CHECK_EVERY = timedelta(seconds=1)
@@ -96,7 +96,7 @@ class EventEmitter:
         before, self._experiment = self._experiment, experiment
         for trial in experiment.trials.values():
             was = before.trials.get(trial.trial)
-            if was is not None and was.status is Status.RUNNING and trial.status is Status.PENDING:
+            if was is not None and was.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
                 cause = trial.cause or Cause.MACHINE
                 ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
                 self._put(_Happened(ended, before, experiment))
@@ -109,6 +109,9 @@ class EventEmitter:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
         self._builder.health.reported(step.trial, step.report.step, time.monotonic())
+
+    def latest(self, newest: LatestReport) -> None:
+        self._builder.health.reported(newest.trial, newest.report.step, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

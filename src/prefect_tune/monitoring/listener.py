@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 __all__ = ["ObserverGroup", "SearchObserver"]
 
@@ -21,6 +21,10 @@ class SearchObserver(Protocol):
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
+        ...
+
+    def latest(self, newest: LatestReport) -> None:
+        """Receive the newest report of an attempt on another machine; `reported` gets it later, in its order."""
         ...
 
     def wrote(self, experiment: Experiment) -> None:
@@ -41,6 +45,10 @@ class ObserverGroup:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         for each in self._listeners:
             each.reported(step, experiment)
+
+    def latest(self, newest: LatestReport) -> None:
+        for each in self._listeners:
+            each.latest(newest)
 
     def wrote(self, experiment: Experiment) -> None:
         for each in self._listeners:

@@ -1,7 +1,4 @@
-"""Report and progress of a running experiment, published as Prefect artifacts while it runs.
-
-How often: `REFRESH_PERIOD` in `artifact_publisher.py`.
-"""
+"""Report and progress of a running experiment, published as Prefect artifacts while it runs."""
 
 from __future__ import annotations
 
@@ -17,20 +14,29 @@ from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.events.experiment_events import Event, Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.monitoring.artifact_publisher import (
+    ArtifactContent,
+    ArtifactPublisher,
+    EarlierArtifacts,
+    artifact_key,
+    plain_key,
+)
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import report_input_of
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.task_retries import with_retries
+from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
+REFRESH_PERIOD = timedelta(seconds=15)
+"""The shortest pause between two updates of a report that changes."""
 _TIMEOUT = timedelta(minutes=5)
 _PATIENCE = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
@@ -56,14 +62,19 @@ class Reporter:
         self._history = self._fresh(experiment)
         if experiment.trials or experiment.extensions:
             self._early = []  # until the entries of earlier runs are read
-        self._followed: dict[str, ArtifactContent] = {}
-        self._publisher = ArtifactPublisher(self._artifacts, log)
+        self._followed: Sequence[str] = ()
+        self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment))
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
         self._note(step, experiment)
+
+    def latest(self, newest: search_link.LatestReport) -> None:
+        with self._guard:
+            self._history.add_latest(newest.trial, newest.report)
+        self._publisher.stir()
 
     def wrote(self, experiment: Experiment) -> None:
         with self._guard:
@@ -102,9 +113,12 @@ class Reporter:
             experiment = self._experiment
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(report_input_of(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
-        key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(key, "markdown", as_markdown(page), said)
+        found = report_input_of(
+            experiment, self._view, uri=uri, now=now, expected=expected, age=_age_of(experiment, now)
+        )
+        page = page_of(found, link_to)
+        said = f"Experiment {experiment.name} at {uri}"
+        report = ArtifactContent(_report_key(experiment), "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
 
     def _view(self, trials: Collection[str]) -> HistoryView:
@@ -146,28 +160,25 @@ class Reporter:
             return
         newest = self._view(()).newest
         done = share_of_trials(experiment.trials.values(), newest, self._outlook)
-        over = sum(each.status in (Status.FINISHED, Status.ERRORED) for each in experiment.trials.values())
+        over = sum(each.phase in ENDED for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
         if expected == 1:
             trial = next(iter(experiment.trials.values()))
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
         share = min(100.0, 100 * done / max(expected, len(experiment.trials)))
-        yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
+        yield ArtifactContent(_progress_key(experiment), "progress", round(share, 1), said)
 
     def _progress_of_trials(self, experiment: Experiment) -> Iterator[ArtifactContent]:
-        """Yield the progress of running trials, and a last one of trials that ended since the last update."""
+        """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
         history = self._view(())
-        running = [name for name in history.newest if experiment.trial(name).status is Status.RUNNING]
+        running = [name for name in history.newest if experiment.trial(name).phase is Phase.RUNNING]
         runs = {each.trial: each.owner for each in history.attempts}
-        followed = [*self._followed, *(name for name in running if name not in self._followed)][:_TRIALS]
-        for name in followed:
-            artifact = self._progress_of_trial(experiment, name, (history.newest, runs.get(name)))
-            yield artifact
-            self._followed[name] = artifact
-        for name in [each for each in self._followed if each not in running]:
-            del self._followed[name]
+        still = [name for name in self._followed if name in running]
+        self._followed = [*still, *(name for name in running if name not in still)][:_TRIALS]
+        for name in self._followed:
+            yield self._progress_of_trial(experiment, name, (history.newest, runs.get(name)))
 
     def _progress_of_trial(
         self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
@@ -176,7 +187,7 @@ class Reporter:
         trial, report = experiment.trial(name), newest.get(name)
         said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
         share = round(100 * share_of_trial(trial, report, self._outlook), 1)
-        key = artifact_key("progress", experiment.name, name)
+        key = _progress_key(experiment, name)
         return ArtifactContent(key, "progress", share, said, owner.task_run if owner else None)
 
 
@@ -190,6 +201,31 @@ def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
         raise
     finally:
         reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+
+def _report_key(experiment: Experiment) -> str:
+    return artifact_key("report", experiment.name)
+
+
+def _progress_key(experiment: Experiment, *trial: str) -> str:
+    return artifact_key("progress", experiment.name, *trial)
+
+
+def _earlier(experiment: Experiment) -> EarlierArtifacts | None:
+    """Return what earlier runs may have left; None if this is the first one."""
+    if experiment.epoch <= 1:
+        return None
+    kept = frozenset((_report_key(experiment), _progress_key(experiment)))
+    of_trials = frozenset(_progress_key(experiment, each) for each in experiment.trials)
+    prefix = plain_key("progress", experiment.name)
+    return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
+
+
+def _age_of(experiment: Experiment, now: datetime) -> str:
+    """Return the time of the report in words; empty if no trial runs, since then it does not change."""
+    if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
+        return ""
+    return f"{now:%H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

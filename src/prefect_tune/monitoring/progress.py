@@ -34,12 +34,15 @@ class Progress:
         self.is_shown = False
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        self._tracker.happened(event, experiment, datetime.now(UTC).astimezone())
+        self._tracker.happened(event, experiment, datetime.now(UTC).astimezone(), time.monotonic())
         self._log_now_and_then()
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        self._tracker.reported(step.trial, step.report, experiment)
+        self._tracker.reported(step.trial, step.report, experiment, time.monotonic())
         self._log_now_and_then()
+
+    def latest(self, newest: search_link.LatestReport) -> None:
+        self._tracker.latest(newest.trial, newest.report, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
@@ -86,7 +89,7 @@ def progress(
         log: of the flow run.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic()), log)
+    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC)), log)
     if in_terminal and can_show(sys.stdout):
         seen.is_shown = True
         with live_display(seen.draw, seen.fall_back, sys.stdout):

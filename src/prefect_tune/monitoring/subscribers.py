@@ -20,11 +20,13 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
 from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
-from prefect_tune.retry_policy import skip_prefect_introspection
+from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.search_link import LatestReport, StepReported
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 
@@ -45,12 +47,14 @@ class Subscribers:
         *,
         in_terminal: bool,
         news: EventContext,
+        live_period: timedelta | None,
     ) -> None:
         self._target = target
         self._outlook = outlook
         self._in_terminal = in_terminal
         self._search = search
         self._news = news
+        self._live_period = live_period
         self._callbacks = callbacks
 
     @contextmanager
@@ -63,14 +67,16 @@ class Subscribers:
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
         checks = [MetricCheck(self._search.objective, log)] if self._search.objective else []
+        lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
         callbacks.start(journal_writer.experiment)
         try:
             with (
                 reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+                LiveStatusObserver(self._target, journal_writer.experiment, self._live_period) as live,
             ):
-                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *checks])
+                yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)
@@ -106,6 +112,9 @@ class _CurveKeeper:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del step, experiment
 
+    def latest(self, newest: LatestReport) -> None:
+        del newest
+
     def wrote(self, experiment: Experiment) -> None:
         del experiment
 
@@ -128,6 +137,9 @@ class MetricCheck:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
         self._check(step.trial, step.report)
+
+    def latest(self, newest: LatestReport) -> None:
+        del newest
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

@@ -1,6 +1,6 @@
 """JSON of schedulers, searches and stoppers, for forms, deployments and the journal: `{"ASHA": {"max_t": 81}}`.
 
-`prefect_tune.BUILT_IN` lists the classes that have one. Their options are the fields of the dataclass; its metadata
+`prefect_tune.built_in` lists the classes that have one. Their options are the fields of the dataclass; its metadata
 holds an example of each option for messages, and says which are spaces, or times, named `time_seconds` in JSON.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, cast
 
 import prefect_tune
+from prefect_tune.built_in import BUILT_IN
 from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, Stopper
@@ -22,7 +23,7 @@ from prefect_tune.core.search.space_json import space_from_json, space_to_json
 
 __all__ = ["scheduler_from", "search_from", "stop_from", "stop_to_json", "to_json", "with_samples"]
 
-_MODULES = {name: module for kind in prefect_tune.BUILT_IN.values() for name, module in kind.items()}
+_MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 
 def scheduler_from(given: object) -> Scheduler:
@@ -78,7 +79,7 @@ def stop_from(given: object) -> object:
     if isinstance(given, Mapping):
         stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in given.items() if name not in stoppers}
-        for name in [each for each in limits if each in prefect_tune.BUILT_IN["stop"]]:
+        for name in [each for each in limits if each in BUILT_IN["stop"]]:
             raise InvalidInput(f"stop: {name} is a stopper: expected {_example(name)}, found {limits[name]!r}")
         made = [_made({name: arguments}, "stop") for name, arguments in stoppers.items()]
         return [*made, limits] if made and limits else made or limits
@@ -150,7 +151,7 @@ def _made(given: object, where: str) -> object:
 
 
 def _parts(given: object, where: str) -> tuple[str, Mapping[str, Any]]:
-    known, named = prefect_tune.BUILT_IN[where], {given: {}} if isinstance(given, str) else given
+    known, named = BUILT_IN[where], {given: {}} if isinstance(given, str) else given
     if isinstance(named, Mapping) and len(named) == 1:
         ((name, arguments),) = named.items()
         if name in known and isinstance(arguments, Mapping):

@@ -9,7 +9,7 @@ from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.tasks.experiment_state import read_journal
+from prefect_tune.tasks.experiment_state import no_experiment_at, read_journal
 
 __all__ = ["Presence", "RerunErrored", "Resuming", "read_known", "read_or_fail", "require_presence", "resuming"]
 
@@ -81,7 +81,7 @@ def require_presence(
     known = known or read_known(target, experiment)
     found = known.experiment
     if asked.presence == "must" and not found.number:
-        raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
     if asked.presence == "never" and found.number:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and "

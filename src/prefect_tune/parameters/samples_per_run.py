@@ -12,7 +12,7 @@ from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, Ran
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "with_default_samples"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "require_no_fewer", "require_one_count", "with_default_samples"]
 
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
@@ -30,6 +30,23 @@ def require_one_count(num_samples: int | None, samples_per_run: int | None) -> N
         )
     if samples_per_run < 1:
         raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
+
+
+def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
+    """Check that the new total of samples is not smaller than that of the experiment, as in the form of a resume.
+
+    Raises:
+        InvalidInput: it is smaller.
+    """
+    known = state.settings.get("num_samples")
+    if num_samples is None or (known is None and "search" in only_in_code(state.settings)):
+        return
+    before = _total_in(known, state.settings.get("search"))
+    if isinstance(before, int) and ENDLESS not in (before, num_samples) and num_samples < before:
+        raise InvalidInput(
+            f"num_samples: experiment {state.name!r} has {before} already, and this run passes {num_samples}: it is "
+            f"the new total. Pass {before} or more, or samples_per_run={num_samples} to add {num_samples}"
+        )
 
 
 def extended(
@@ -84,14 +101,17 @@ def _samples_before(plan: SearchPlan, state: Experiment) -> int:
     if not state.settings:
         return 0
     search = state.settings.get("search", plan.search if "search" in only_in_code(state.settings) else None)
-    found: Any = state.settings.get("num_samples")
-    if found is None and _leaves_count_open(search):
-        return DEFAULT_SAMPLES
-    if found is None:
-        found = getattr(search_from(search), "num_samples", None)
+    found = _total_in(state.settings.get("num_samples"), search)
     if not isinstance(found, int) or found == ENDLESS:
         raise InvalidInput(
             f"samples_per_run: experiment {state.name!r} was not begun with a fixed number of samples to add to; "
             "leave samples_per_run out, or choose another experiment name"
         )
     return found
+
+
+def _total_in(num_samples: Any, search: Any) -> object:
+    """Return the total number of samples in an experiment's settings; None if they fix none."""
+    if num_samples is not None:
+        return num_samples
+    return DEFAULT_SAMPLES if _leaves_count_open(search) else getattr(search_from(search), "num_samples", None)

@@ -33,10 +33,10 @@ from prefect_tune.parameters.training_request import (
     stopper_for,
     valid_trainable,
 )
-from prefect_tune.runtime.trial_process import load_trainable
+from prefect_tune.runtime.load_named import load_named
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
-__all__ = ["OF_THE_RUN", "SearchPlan", "from_settings", "only_in_code", "trial_spec", "valid_bound"]
+__all__ = ["OF_THE_RUN", "SearchPlan", "from_settings", "only_in_code", "space_of", "trial_spec", "valid_bound"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 OF_THE_RUN = frozenset(
@@ -67,9 +67,13 @@ def _positive(budget: float) -> float:
     return budget
 
 
-def _space_of(space: Mapping[str, Any]) -> dict[str, object]:
-    """Return a space with its JSON specifications replaced by domain objects; existing objects stay."""
-    return space_from_json(space, load=lambda name: cast("Function", load_trainable(name)))
+def space_of(space: Mapping[str, Any]) -> dict[str, object]:
+    """Return a space with its JSON specifications replaced by domain objects; existing objects stay.
+
+    Raises:
+        InvalidInput: it is not a valid space, or a function of a `sample_from` cannot be imported.
+    """
+    return space_from_json(space, load=lambda name: cast("Function", load_named(name, "sample_from")))
 
 
 class SearchPlan(Value):
@@ -86,7 +90,7 @@ class SearchPlan(Value):
 
     trainable: Annotated[Any, AfterValidator(valid_trainable)]
     target: Annotated[InstanceOf[StorageTarget], BeforeValidator(resolve_target)]
-    space: Annotated[Mapping[str, Any], BeforeValidator(_space_of)] | None = None
+    space: Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None = None
     experiment: Annotated[str, BeforeValidator(experiment_name)] = Field(default=None, validate_default=True)
     metric: str | list[str] | None = None
     mode: Mode | list[Mode] = "min"

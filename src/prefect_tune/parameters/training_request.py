@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, cast
 
 from prefect.client.orchestration import get_client
@@ -15,8 +18,8 @@ from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, a
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
 from prefect_tune.parameters.json_specs import stop_from
+from prefect_tune.runtime.load_named import load_named
 from prefect_tune.runtime.trainable import require_trainable
-from prefect_tune.runtime.trial_process import load_trainable
 
 __all__ = [
     "existing_limits",
@@ -27,6 +30,8 @@ __all__ = [
     "storable_config",
     "valid_trainable",
 ]
+
+_SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 
 def experiment_name(given: str | None) -> str:
@@ -78,7 +83,7 @@ def stopper_for(stop: StopCriteria | str) -> Stopper:
     Raises:
         InvalidInput: `stop` is none of these.
     """
-    named = load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop
+    named = load_named(stop, "stop") if isinstance(stop, str) and ":" in stop else stop
     return as_stopper(cast("StopCriteria", stop_from(named)))
 
 
@@ -125,5 +130,15 @@ def _importable(name: str) -> str:
     except (ImportError, ValueError) as error:
         raise InvalidInput(f"trainable {name!r}: {error}; is its project installed where the flow runs?") from error
     if found is None:
-        raise InvalidInput(f"trainable {name!r}: there is no module {module!r}; is its project installed here?")
+        raise InvalidInput(
+            f"trainable {name!r}: there is no module {module!r}{_near(module) or '; is its project installed here?'}"
+        )
     return name
+
+
+def _near(module: str) -> str:
+    """Return a suggestion for the name of a module beside those of its package; empty if there is none similar."""
+    package, _, name = module.rpartition(".")
+    search_in = None if not package else getattr(sys.modules.get(package), "__path__", ())
+    near = get_close_matches(name, [each.name for each in pkgutil.iter_modules(search_in)], 1, _SIMILAR)
+    return f"; did you mean {f'{package}.{near[0]}'.lstrip('.')!r}?" if near else ""

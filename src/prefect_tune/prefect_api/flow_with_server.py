@@ -119,6 +119,7 @@ LIGHTER_SERVER: Mapping[str, str] = {
     # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Automations need a permanent server; to evaluate them takes a twelfth of this server's CPU time.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
     # At its start a server imports every installed integration, such as Dask, to list their blocks in the UI. This

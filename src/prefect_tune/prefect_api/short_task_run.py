@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
-from prefect.task_engine import _create_task_run_locally, run_task
+from prefect import task_engine
 from prefect.utilities.callables import get_call_parameters
 
 if TYPE_CHECKING:
@@ -28,9 +28,12 @@ def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
 
     With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
     """
-    parameters = get_call_parameters(task.fn, args, options)
     # The public `Task.create_local_run` is asynchronous, and opens a client for each task run.
-    task_run = _create_task_run_locally(task, parameters=parameters)
+    create = getattr(task_engine, "_create_task_run_locally", None)
+    if create is None:  # another release of Prefect: the run begins with Pending
+        return task(*args, **options)
+    parameters = get_call_parameters(task.fn, args, options)
+    task_run = create(task, parameters=parameters)
     if task_run.tags:
         return task(*args, **options)
-    return cast("_R", run_task(task, task_run=task_run, parameters=parameters))
+    return cast("_R", task_engine.run_task(task, task_run=task_run, parameters=parameters))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefect_tune.reporting.svg import GREY, Drawing, Pen
+from prefect_tune.reporting.number_format import format_number
+from prefect_tune.reporting.svg import FAINT, GREY, Drawing, Pen
 
-GRID = Pen(GREY, 1, 0.22)
+GRID = Pen(GREY, 1, FAINT)
 SMALL = 'font-size="11"'
 END, MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 
@@ -101,14 +102,6 @@ def _without_outliers(ordered: Sequence[float]) -> tuple[float, float]:
     return max(low, near - room), min(high, far + room)
 
 
-def format_number(value: float) -> str:
-    """Return a number in few characters."""
-    if value and (abs(value) >= 100_000 or abs(value) < 0.001):
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
     """The plot area of a chart."""
@@ -123,9 +116,9 @@ def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[s
     """Draw a grid at the ticks of two scales, and label the axes."""
     draw_y_axis(drawing, frame, y, max(3, int((frame.bottom - frame.top) / 38)))
     for place, said in x.ticks(max(3, int((frame.right - frame.left) / 80))):
-        drawing.line([(place, frame.bottom), (place, frame.bottom + 4)], Pen(GREY, 1, 0.5))
+        drawing.line([(place, frame.bottom), (place, frame.bottom + 4)], Pen(GREY, 1, 0.8))
         drawing.text((place, frame.bottom + 17), said, f"{SMALL} {MIDDLE}")
-    drawing.line([(frame.left, frame.bottom), (frame.right, frame.bottom)], Pen(GREY, 1, 0.5))
+    drawing.line([(frame.left, frame.bottom), (frame.right, frame.bottom)], Pen(GREY, 1, 0.8))
     x_name, y_name = names
     drawing.text((frame.right, frame.bottom + 32), x_name, f"{SMALL} {END}")
     drawing.text((frame.left - 7, frame.top - 9), y_name, f'{SMALL} font-weight="600"')

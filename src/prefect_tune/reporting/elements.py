@@ -66,12 +66,4 @@ class Code:
     language: str = "json"
 
 
-@dataclass(frozen=True)
-class Details:
-    """A collapsed section that the reader can open."""
-
-    summary: str
-    blocks: Sequence[Block]
-
-
-Block: TypeAlias = "Heading | Text | Figure | Table | Code | Details"
+Block: TypeAlias = Heading | Text | Figure | Table | Code

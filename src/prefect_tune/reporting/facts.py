@@ -26,6 +26,7 @@ class TrialFacts:
 
     trial: str
     status: str
+    """A word of `Status`."""
     reason: str
     step: int
     metrics: Mapping[str, object]
@@ -38,6 +39,8 @@ class TrialFacts:
     checkpoint_step: int | None
     run: str | None
     """The URL of its last attempt's run."""
+    host: str | None
+    """The machine that runs it; None if it does not run."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,11 @@ class Facts:
     mode: Sequence[str]
     began_at: str
     told_at: str
+    age: str
+    """How old the facts are, in words; empty if no trial runs."""
     trials_by_status: Mapping[str, int]
     trial_count: int
+    ended_count: int
     expected_trial_count: int | None
     best: Sequence[TrialFacts]
     """One trial; with several metrics the Pareto front; empty if no trial can be compared."""
@@ -108,11 +114,6 @@ class Facts:
     is_whole: bool = True
     """Whether curves, times and costs cover the whole history."""
 
-    @property
-    def ended_count(self) -> int:
-        """The number of trials that have ended."""
-        return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
-
 
 def facts_of(report_input: ReportInput, links: Links) -> Facts:
     """Return the facts of an experiment."""
@@ -129,8 +130,10 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         mode=objective.modes if objective else (),
         began_at=_at(history.ownerships[0].began.isoformat()) if history.ownerships else "",
         told_at=_at(report_input.now.isoformat()),
+        age=report_input.age,
         trials_by_status=counted(state),
         trial_count=len(report_input.trials),
+        ended_count=sum(each.phase in ENDED for each in report_input.trials),
         expected_trial_count=report_input.expected,
         best=[say.trial(each) for each in report_input.best[:_TRIALS]],
         trials=[say.trial(each) for each in ranked[:_TRIALS]],
@@ -166,6 +169,7 @@ class _Says:
             checkpoint=key.folder if key else None,
             checkpoint_step=key.step if key else None,
             run=self.links(owner) if owner else None,
+            host=owner.host if owner and trial.status is Status.RUNNING else None,
         )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -27,6 +26,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 
@@ -137,6 +137,7 @@ class ExperimentHistory:
         self._clones: list[Clone] = []
         self._steps: dict[str, int] = {}  # the last step of each trial
         self._newest: dict[str, StepReport] = {}  # of running attempts
+        self._latest: dict[str, StepReport] = {}  # of running attempts, ahead of the reports before it
         self._costs = Costs()
 
     def add_entry(self, entry: Entry) -> None:
@@ -188,6 +189,11 @@ class ExperimentHistory:
         if trial in self._open:
             self._report(trial, report)
 
+    def add_latest(self, trial: str, report: StepReport) -> None:
+        """Take in the newest report of an attempt before those that precede it; it is no point of a curve yet."""
+        if trial in self._open:
+            self._latest[trial] = report
+
     def set_owner(self, owner: Owner, epoch: int, at: datetime) -> None:
         """Record the owner, if the entry with the change of owner was not passed to `add_entry`."""
         if not self._ownerships or self._ownerships[-1].epoch != epoch:
@@ -209,9 +215,13 @@ class ExperimentHistory:
             ownerships=tuple(self._ownerships),
             clones=tuple(self._clones),
             costs=self._costs,
-            newest=dict(self._newest),
+            newest={**self._newest, **self._ahead()},
             is_whole=self._is_whole,
         )
+
+    def _ahead(self) -> Mapping[str, StepReport]:
+        """Return the latest reports that are newer than those in the order of the steps."""
+        return {trial: each for trial, each in self._latest.items() if each.step > self._steps.get(trial, 0)}
 
     # -------------------------------------------------------------------------------------------- one event
 
@@ -254,6 +264,7 @@ class ExperimentHistory:
             series.cut(event.from_step)
         self._steps[trial] = event.from_step
         self._newest.pop(trial, None)
+        self._latest.pop(trial, None)
 
     def _report(self, trial: str, report: StepReport) -> None:
         if report.step <= self._steps.get(trial, 0):
@@ -294,6 +305,7 @@ class ExperimentHistory:
         """End an attempt; one that died counts until its last entry, not until its death was detected."""
         place = self._open.pop(trial, None)
         self._newest.pop(trial, None)
+        self._latest.pop(trial, None)
         if place is None:
             return
         attempt = self._attempts[place]

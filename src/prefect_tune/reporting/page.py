@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
+from prefect_tune.core.experiment.trial_status import Status, status_label
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
-from prefect_tune.reporting.axes import format_number
-from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
@@ -22,13 +22,15 @@ from prefect_tune.reporting.trial_charts import (
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
+from prefect_tune.terminal.formatting import format_counts
 
-_SIGN = {"pending": "⏳", "running": "🏃", "paused": "⏸️", "finished": "✅", "errored": "❌"}
+_UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
+"""Statuses that the headline leaves to the table below it."""
 _COLUMNS = 5
 _WIDEST = 24
-_SETTINGS = 6000
+_SETTING = 1000
 _CONFIG = 40
+_NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
     ("Pareto front", front_chart, "Orange: no other trial beats it in one metric without being beaten in another."),
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
@@ -48,8 +50,8 @@ _FIGURES = (
         "Timeline",
         timeline,
         (
-            "Above, in grey, who ran the experiment; below, every attempt. Green: finished; amber: told to stop; "
-            "blue: paused, lost, or it still runs; a red ✕: killed, lost or failed."
+            "Above, in grey, which run owned the experiment; below, every attempt, by how it ended. "
+            "✕: it was killed, was lost, or failed."
         ),
     ),
 )
@@ -72,6 +74,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+        ("as of", facts.age),
         ("ended early", _clipped(first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
@@ -85,19 +88,20 @@ def _headline(facts: Facts) -> str:
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
         parts.append(
-            f"Best {name}: {format_value(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})"
+            f"Best {name}: {format_cell(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})"
         )
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
         trial = facts.trials[0]
-        parts.append(f"{_SIGN[trial.status]} {trial.status} at step {trial.step}")
+        parts.append(f"{trial.status} at step {format_count(trial.step)}")
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    of = f" of {facts.expected_trial_count}" if facts.expected_trial_count else ""
-    parts.append(f"{facts.ended_count}{of or f' of {facts.trial_count}'} trials done")
-    parts += [f"{_SIGN[name]} {count} {name}" for name, count in facts.trials_by_status.items() if name != "finished"]
+    expected = facts.expected_trial_count or facts.trial_count
+    parts.append(f"{format_count(facts.ended_count)} of {format_count(expected)} trials done")
+    counts = facts.trials_by_status.items()
+    parts += [f"{format_count(count)} {name}" for name, count in counts if name not in _UNREMARKABLE]
     return " · ".join(parts)
 
 
@@ -109,15 +113,22 @@ def _best(facts: Facts) -> Iterator[Block]:
     else:
         return
     yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
+    attempts = plural(best.attempts, "attempt", "attempts")
     rows: list[tuple[str, Cell]] = [
-        ("metrics", _clipped(format_value(best.metrics), 300)),
-        ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
+        ("status", status_label(best.status, best.step)),
+        ("metrics", _clipped(format_metrics(best.metrics), 300)),
+        (
+            "step",
+            f"{format_count(best.step)}, after {format_span(best.trained_seconds)} of training in {attempts}",
+        ),
     ]
+    if best.host:
+        rows.append(("host", best.host))
     if best.run:
         rows.append(("run", Link("in the Prefect UI", best.run)))
     yield Table((), rows)
     if config := list(flat(best.config).items()):
-        shown = [(name, _clipped(_value(value), 60)) for name, value in config[:_CONFIG]]
+        shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
     if best.checkpoint:
         yield Text(["Its newest checkpoint, and the command that downloads it:"])
@@ -152,9 +163,8 @@ def _figures(report_input: ReportInput) -> Iterator[Block]:
 def _trials(facts: Facts) -> Iterator[Block]:
     if facts.kind == "training":
         return
-    columns = [*_columns(facts)]
     yield Heading("Trials")
-    yield Table([name for name, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+    yield from _without_repetition(_columns(facts))
     folders = below(facts.where, f"{facts.experiment}/trials/TRIAL/checkpoints")
     more = facts.trial_count - len(facts.trials)
     also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
@@ -165,18 +175,31 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     """Yield the name and the cells of each column of the table of trials."""
     trials = facts.trials
     yield "trial", [_linked(each.trial, each.run) for each in trials]
-    yield "status", [f"{_SIGN[each.status]} {each.status}" for each in trials]
-    yield "step", [str(each.step) for each in trials]
+    yield "status", [status_label(each.status, each.step) for each in trials]
+    yield "step", [format_count(each.step) for each in trials]
+    if any(each.host for each in trials):
+        yield "host", [_clipped(each.host or "") for each in trials]
     for metric in facts.metric:
-        yield metric, [_clipped(_value(metric_in(each.metrics, metric))) for each in trials]
+        yield metric, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]
     for parameter in _differing(facts, configs):
-        yield parameter, [_clipped(_value(config.get(parameter))) for config in configs]
+        yield parameter, [_clipped(format_cell(config.get(parameter))) for config in configs]
     if any(each.attempts > 1 for each in trials):
-        yield "attempts", [str(each.attempts) for each in trials]
-    yield "trained", [_span(each.trained_seconds) for each in trials]
+        yield "attempts", [format_count(each.attempts) for each in trials]
+    yield "trained", [format_span(each.trained_seconds) for each in trials]
     names = [each.checkpoint.rpartition("/")[2] if each.checkpoint else "" for each in trials]
     yield "checkpoint", [Verbatim(name) if name else "" for name in names]
+
+
+def _without_repetition(columns: Iterable[tuple[str, Sequence[Cell]]]) -> Iterator[Block]:
+    """Yield a table; what a column has in each row, but for the first column, is said once above it."""
+    first, *others = columns
+    is_repeated = [len(cells) > 1 and len(set(cells)) == 1 for _, cells in others]
+    said = [(name, cells[0]) for (name, cells), is_same in zip(others, is_repeated, strict=True) if is_same]
+    if parts := [part for name, cell in said if cell for part in (f", {name} ", cell)]:
+        yield Text(["All of them: ", str(parts[0]).removeprefix(", "), *parts[1:], "."])
+    shown = [first, *(each for each, is_same in zip(others, is_repeated, strict=True) if not is_same)]
+    yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
 
 def _differing(facts: Facts, configs: Sequence[Mapping[str, object]]) -> Sequence[str]:
@@ -191,12 +214,15 @@ def _errors(facts: Facts) -> Iterator[Block]:
         return
     count = facts.trials_by_status.get("errored", 0)
     yield Heading(f"Errors ({count})")
-    rows = [
-        (_linked(each.trial, each.run), str(each.step), _clipped(first_line(each.reason), 200)) for each in facts.errors
-    ]
-    yield Table(("trial", "step", "because"), rows)
-    if count > len(rows):
-        yield Text([f"And {count - len(rows)} more."])
+    yield from _without_repetition(
+        [
+            ("trial", [_linked(each.trial, each.run) for each in facts.errors]),
+            ("step", [format_count(each.step) for each in facts.errors]),
+            ("because", [_clipped(first_line(each.reason), 200) for each in facts.errors]),
+        ]
+    )
+    if count > len(facts.errors):
+        yield Text([f"And {format_count(count - len(facts.errors))} more."])
 
 
 # ---------------------------------------------------------------------------------------------------- the end
@@ -207,46 +233,50 @@ def _end(facts: Facts) -> Iterator[Block]:
     yield Table((), _cost(facts))
     if len(facts.runs) > 1:
         yield Heading("Runs")
-        yield _runs(facts)
-    if facts.settings:
-        settings = json.dumps(dict(facts.settings), indent=2, ensure_ascii=False)
-        yield Details("What was asked for", [Code(_clipped(settings, _SETTINGS))])
+        yield from _without_repetition(_runs(facts))
+    if settings := [(name, _setting(value)) for name, value in facts.settings.items() if value not in _NOT_SET]:
+        yield Heading("Settings")
+        yield Table((), settings)
 
 
-def _runs(facts: Facts) -> Table:
-    """Return a table of all runs, scheduled ones included: owner, times, and what each added."""
-    is_extended = any(each.samples_asked for each in facts.runs)
-    rows: list[Sequence[Cell]] = [
-        (
-            _linked(str(each.epoch), each.link),
-            each.owner,
-            _time(each.began_at),
-            _time(each.last_heard_at),
-            *[f"+{each.samples_asked}" if each.samples_asked else ""] * is_extended,
-            str(each.trials_added),
-            str(each.attempts),
+def _setting(value: object) -> Cell:
+    """Return a parameter of the run: what is nested as JSON."""
+    if isinstance(value, Mapping | list | tuple):
+        return Verbatim(_clipped(json.dumps(value, ensure_ascii=False), _SETTING))
+    return _clipped(format_cell(value), _SETTING)
+
+
+def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
+    """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
+    runs = facts.runs
+    yield "run", [_linked(format_count(each.epoch), each.link) for each in runs]
+    yield "owner", [each.owner for each in runs]
+    yield "began", [_time(each.began_at) for each in runs]
+    yield "last entry", [_time(each.last_heard_at) for each in runs]
+    if any(each.samples_asked for each in runs):
+        yield (
+            "samples asked for",
+            [f"+{format_count(each.samples_asked)}" if each.samples_asked else "" for each in runs],
         )
-        for each in facts.runs
-    ]
-    samples = ["samples asked for"] * is_extended
-    return Table(("run", "owner", "began", "last entry", *samples, "trials added", "attempts"), rows)
+    yield "trials added", [format_count(each.trials_added) for each in runs]
+    yield "attempts", [format_count(each.attempts) for each in runs]
 
 
 def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
-    bad = "".join(f", {count} {how}" for how, count in ends.items() if count)
-    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} done again, about {_span(cost.wasted_seconds)}"
+    bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
+    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} done again, about {format_span(cost.wasted_seconds)}"
     rows: list[tuple[str, Cell]] = [
-        ("training", f"{_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
+        ("training", f"{format_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
         ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:
-        rows.append(("checkpoints", f"{cost.checkpoints_committed} committed, {size} in all"))
+        rows.append(("checkpoints", f"{format_count(cost.checkpoints_committed)} committed, {size} in all"))
     if cost.measured_bytes:
         share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
-        rows.append(("upload", f"{sent} sent in {_span(cost.upload_seconds)}"))
+        rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows
 
@@ -255,16 +285,8 @@ def _linked(text: str, address: str | None) -> Cell:
     return Link(text, address) if address else text
 
 
-def _span(seconds: float) -> str:
-    return format_duration(timedelta(seconds=seconds)) if seconds >= 10 else f"{seconds:.2g} s"
-
-
 def _time(iso: str) -> str:
     return iso.replace("T", " ")[:19]
-
-
-def _value(value: object) -> str:
-    return format_number(value) if isinstance(value, float) else format_value(value)
 
 
 def _clipped(text: str, most: int = _WIDEST) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import assert_never
 
-from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
 _STRONG = ' class="strong"'
@@ -27,7 +27,7 @@ th{color:var(--soft);font-weight:600}table.facts td{white-space:normal;overflow-
 table.facts td:first-child{color:var(--soft);white-space:nowrap}
 code,pre{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}pre{background:var(--wash);padding:12px 14px;
 border-radius:6px;overflow-x:auto}a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
-img{max-width:100%;height:auto;display:block}summary{cursor:pointer;color:var(--soft);margin-top:28px}
+img{max-width:100%;height:auto;display:block}
 """
 
 
@@ -58,10 +58,6 @@ def _elements(block: Block) -> Iterator[str]:
             yield from _table(block)
         case Code(text=text):
             yield f"<pre>{escape(text)}</pre>"
-        case Details(summary=summary, blocks=blocks):
-            yield f"<details><summary>{escape(summary)}</summary>"
-            yield from (each for inner in blocks for each in _elements(inner))
-            yield "</details>"
         case never:
             assert_never(never)
 

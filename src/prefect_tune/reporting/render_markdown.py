@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
-from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
+_SHORT = 16
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
@@ -34,10 +35,6 @@ def _lines(block: Block) -> Iterator[str]:
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
             yield from (f"{fence}{language}", text, fence)
-        case Details(summary=summary, blocks=blocks):
-            yield from (f"<details><summary>{escaped(summary)}</summary>", "")
-            yield from (line for each in blocks for line in _lines(each))
-            yield "</details>"
         case never:
             assert_never(never)
     yield ""
@@ -45,13 +42,18 @@ def _lines(block: Block) -> Iterator[str]:
 
 def _table(table: Table) -> Iterator[str]:
     """Markdown has no table without a header: without one, the first row is the header."""
-    rows = [[_cell(cell) for cell in row] for row in table.rows]
+    rows = [[_unbroken(_cell(cell)) if table.head else _cell(cell) for cell in row] for row in table.rows]
     if not rows:
         return
     if not table.head:
         rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
     head, *body = [list(map(escaped, table.head)), *rows] if table.head else rows
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def _unbroken(cell: str) -> str:
+    """Return a short cell with no place to break a line: Prefect's UI has little room for a table."""
+    return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _SHORT else cell
 
 
 def _cell(cell: Cell) -> str:

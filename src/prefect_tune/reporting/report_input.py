@@ -43,6 +43,8 @@ class ReportInput:
     """The losses of the trials that can be compared, the best first."""
     expected: int | None = None
     """The expected number of trials."""
+    age: str = ""
+    """How old the report is, in words; empty if no trial runs."""
     cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """The parameters in which the trials differ, with a value per trial; None if a trial does not have it."""
 
@@ -75,15 +77,21 @@ class ReportInput:
         return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
 
 
-def report_input_of(
-    experiment: Experiment, view_of: HistorySource, *, uri: str, now: datetime, expected: int | None = None
+def report_input_of(  # noqa: PLR0913  the last two are known to some callers only
+    experiment: Experiment,
+    view_of: HistorySource,
+    *,
+    uri: str,
+    now: datetime,
+    expected: int | None = None,
+    age: str = "",
 ) -> ReportInput:
     """Return the data for a report of the experiment."""
     objective = objective_in(experiment.settings)
     history = view_of(_drawn(experiment, objective))
     trials = [with_report(each, history.newest.get(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
-    return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, _cells(trials))
+    return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, age, _cells(trials))
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:

@@ -12,11 +12,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 Point = tuple[float, float]
 
-BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3f87e0", "#e07b1a", "#2f9e58", "#df4b4b", "#9a6ee8", "#78808a"
-INKS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", "#14949c", "#a98413", "#6b7fd7")
+BLUE, ORANGE, GREEN, RED, VIOLET, TEAL, GREY = (
+    *("#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b", "#9a6ee8", "#14949c"),
+    "#78808a",
+)
+INKS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
+FAINT, PALE = 0.5, 0.6
+"""Opacities of a grid, and of marks in the background: below 0.5 they vanish on a dark page, or on a light one."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -41,6 +47,15 @@ class Pen:
         return f' {what}-opacity="{self.opacity:g}"' if self.opacity < 1 else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """How a rectangle is filled: in whole, by diagonal stripes, or only faintly within an outline."""
+
+    ink: str = GREY
+    style: Literal["solid", "hatch", "outline"] = "solid"
+    opacity: float = 1.0
+
+
 class Drawing:
     """A picture of a given size in pixels, to which shapes are added."""
 
@@ -48,6 +63,7 @@ class Drawing:
         self.width = width
         self.height = height
         self._shapes: list[str] = []
+        self._hatches: dict[str, str] = {}  # the patterns by color
 
     def line(self, points: Iterable[Point], pen: Pen) -> None:
         """Draw through the points."""
@@ -69,12 +85,38 @@ class Drawing:
             path = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in points)
             self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.stroke()}/>')
 
-    def bar(self, corner: Point, size: Point, pen: Pen, *, title: str = "") -> None:
-        """Fill a rectangle; `corner` is its upper left one. A viewer of the SVG shows the title."""
+    def bar(self, corner: Point, size: Point, fill: Fill, *, title: str = "") -> None:
+        """Draw a rectangle; `corner` is its upper left one. A viewer of the SVG shows the title."""
+        self._rectangle("bar", corner, size, fill, title)
+
+    def swatch(self, corner: Point, fill: Fill) -> None:
+        """Show in a legend how something is filled."""
+        self._rectangle("swatch", corner, (22, 10), fill, "")
+
+    def _rectangle(self, kind: str, corner: Point, size: Point, fill: Fill, title: str) -> None:
         (x, y), (width, height) = corner, size
         place = f'x="{_short(x)}" y="{_short(y)}" width="{_short(max(0.5, width))}" height="{_short(height)}"'
         inner = f"><title>{safe(title)}</title></rect>" if title else "/>"
-        self._shapes.append(f'<rect class="bar" {place} rx="{min(2.0, height / 4):g}" {pen.fill()}{inner}')
+        self._shapes.append(f'<rect class="{kind}" {place} rx="{min(2.0, height / 4):g}" {self._filled(fill)}{inner}')
+
+    def _filled(self, fill: Fill) -> str:
+        match fill.style:
+            case "solid":
+                return Pen(fill.ink, opacity=fill.opacity).fill()
+            case "hatch":
+                return f'fill="url(#{self._hatch(fill.ink)})" stroke="{fill.ink}" stroke-width="1"'
+            case "outline":
+                return f'fill="{fill.ink}" fill-opacity="0.2" stroke="{fill.ink}" stroke-width="1.2"'
+
+    def _hatch(self, ink: str) -> str:
+        """Return the id of a pattern of diagonal stripes."""
+        name = f"hatch{ink.removeprefix('#')}"
+        self._hatches[ink] = (
+            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            f'<rect width="6" height="6" fill="{ink}" fill-opacity="0.25"/><rect width="3" height="6" fill="{ink}"/>'
+            "</pattern>"
+        )
+        return name
 
     def cross(self, center: Point, pen: Pen, reach: float = 3.5) -> None:
         """Mark a place where something broke."""
@@ -93,7 +135,8 @@ class Drawing:
         """Return the picture."""
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="12">'
-        return f"{head}{''.join(self._shapes)}</svg>"
+        patterns = f"<defs>{''.join(self._hatches.values())}</defs>" if self._hatches else ""
+        return f"{head}{patterns}{''.join(self._shapes)}</svg>"
 
 
 def data_uri(svg: str) -> str:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
+from typing import assert_never
 
+from prefect_tune.core.experiment.trial_status import Phase, Status
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, draw_y_axis, fitted
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
 from prefect_tune.reporting.report_input import ReportInput
-from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
+from prefect_tune.reporting.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    INKS,
+    ORANGE,
+    PALE,
+    RED,
+    TEAL,
+    VIOLET,
+    Drawing,
+    Fill,
+    Pen,
+    Point,
+)
 from prefect_tune.terminal.formatting import format_duration
 
 WIDTH = 880
@@ -21,7 +38,18 @@ _BARS = 500
 _MOST_LANES = 40
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
-_INKS = {AttemptEnd.FINISHED: GREEN, AttemptEnd.STOPPED: ORANGE, AttemptEnd.FAILED: RED}
+_FILLS: Mapping[Status, Fill] = {
+    Status.COMPLETED: Fill(GREEN),
+    Status.PRUNED: Fill(TEAL, "outline"),
+    Status.INTERRUPTED: Fill(ORANGE, "hatch"),
+    Status.ERRORED: Fill(RED),
+    Status.RUNNING: Fill(BLUE),
+    Status.PAUSED: Fill(VIOLET, "outline"),
+}
+"""How an attempt is drawn, by the status that it ended with: told apart by more than a color."""
+_LEGEND = 22.0
+_BREAK_LABEL = 90.0
+"""The width that the label of such a time needs."""
 
 
 # ---------------------------------------------------------------------------------------------------- timeline
@@ -55,12 +83,14 @@ def timeline(report_input: ReportInput) -> str | None:
     is_crowded = len(attempts) > _BARS
     lanes = [] if is_crowded else _lanes(attempts)
     body = 120.0 if is_crowded else max(1, len(lanes)) * _row(lanes)
-    drawing = Drawing(WIDTH, 44 + body + 44)
+    drawing = Drawing(WIDTH, 44 + body + 44 + (0 if is_crowded else _LEGEND))
     _draw_ownerships(drawing, clock, history.ownerships)
     if is_crowded:
         _draw_load(drawing, clock, attempts, (44, 44 + body))
     else:
-        _draw_lanes(drawing, clock, lanes)
+        statuses = _statuses(attempts, report_input)
+        _draw_lanes(drawing, clock, lanes, statuses)
+        _draw_legend(drawing, 44 + body + 44 + 12, set(statuses.values()))
     _draw_clock(drawing, clock, 44 + body + 6)
     return drawing.svg()
 
@@ -106,7 +136,7 @@ def _draw_ownerships(drawing: Drawing, clock: _Clock, ownerships: Sequence[Owner
     for ownership in ownerships:
         left, right = clock.at(ownership.began), clock.at(ownership.last)
         said = f"run {ownership.epoch}: {ownership.owner}"
-        drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Pen(GREY), title=said)
+        drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Fill(GREY), title=said)
         name = ownership.owner.name if right - left > 7 * len(ownership.owner.name) + 30 else ""
         label = f"{ownership.epoch} {name}".strip()
         if right - left > 7 * len(label):
@@ -134,24 +164,61 @@ def _row(lanes: Sequence[object]) -> float:
     return min(20.0, max(_ROW, 120 / max(1, len(lanes)))) if len(lanes) <= 40 else 520 / len(lanes)
 
 
-def _draw_lanes(drawing: Drawing, clock: _Clock, lanes: Sequence[tuple[str, Sequence[AttemptPeriod]]]) -> None:
+def _statuses(attempts: Sequence[AttemptPeriod], report_input: ReportInput) -> Mapping[tuple[str, int], Status]:
+    """Return the status that each attempt ended with, by its trial and number."""
+    trials = {each.trial: each for each in report_input.trials}
+    return {(each.trial, each.attempt): _status_of(each, trials[each.trial]) for each in attempts}
+
+
+def _status_of(attempt: AttemptPeriod, trial: Trial) -> Status:
+    match attempt.end:
+        case None:
+            return Status.RUNNING
+        case AttemptEnd.FINISHED:
+            is_last = attempt.attempt == trial.attempt and trial.phase is Phase.FINISHED
+            return trial.status if is_last else Status.COMPLETED
+        case AttemptEnd.PAUSED:
+            return Status.PAUSED
+        case AttemptEnd.STOPPED | AttemptEnd.LOST:
+            return Status.INTERRUPTED
+        case AttemptEnd.FAILED:
+            return Status.ERRORED
+        case never:
+            assert_never(never)
+
+
+def _draw_legend(drawing: Drawing, y: float, shown: Collection[Status]) -> None:
+    x = _LEFT
+    for status in Status:
+        if status in shown:
+            drawing.swatch((x, y - 9), _FILLS[status])
+            drawing.text((x + 28, y), str(status), SMALL)
+            x += 28 + 7 * len(status) + 18
+
+
+def _draw_lanes(
+    drawing: Drawing,
+    clock: _Clock,
+    lanes: Sequence[tuple[str, Sequence[AttemptPeriod]]],
+    statuses: Mapping[tuple[str, int], Status],
+) -> None:
     row = _row(lanes)
     for index, (name, attempts) in enumerate(lanes):
         y = 44 + index * row
         if row >= 11:
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {END}')
         for attempt in attempts:
-            _draw_attempt(drawing, clock, attempt, (y, row))
+            _draw_attempt(drawing, clock, attempt, statuses[attempt.trial, attempt.attempt], (y, row))
 
 
-def _draw_attempt(drawing: Drawing, clock: _Clock, attempt: AttemptPeriod, y_and_row: tuple[float, float]) -> None:
+def _draw_attempt(
+    drawing: Drawing, clock: _Clock, attempt: AttemptPeriod, status: Status, y_and_row: tuple[float, float]
+) -> None:
     y, row = y_and_row
     left, right = clock.at(attempt.began), clock.at(attempt.ended or attempt.began)
     height = max(1.0, row - 3)
-    end = f": {attempt.end}" if attempt.end else ""
-    said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}{end}"
-    pen = Pen(_INKS.get(attempt.end, BLUE) if attempt.end else BLUE, 1, 0.75)
-    drawing.bar((left, y), (max(1.5, right - left - 0.8), height), pen, title=said)
+    said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
+    drawing.bar((left, y), (max(1.5, right - left - 0.8), height), _FILLS[status], title=said)
     if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
 
@@ -169,7 +236,7 @@ def _draw_load(
     y = fitted([0, max(columns)], bottom, top + 6, may_be_log=False)
     draw_y_axis(drawing, Frame(_LEFT, top, _RIGHT, bottom), y, 4)
     outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
-    drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, 0.55))
+    drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, PALE))
     lost = [
         (right, bottom - 4) for (_, right), each in zip(left_at, attempts, strict=True) if each.end is AttemptEnd.LOST
     ]
@@ -177,11 +244,14 @@ def _draw_load(
 
 
 def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
-    drawing.line([(_LEFT, y), (_RIGHT, y)], Pen(GREY, 1, 0.5))
+    drawing.line([(_LEFT, y), (_RIGHT, y)], Pen(GREY, 1, 0.8))
+    said_at = -_BREAK_LABEL
     for x, left_out in clock.breaks:
         for shift in (-3, 3):
             drawing.line([(x + shift - 3, y + 6), (x + shift + 3, y - 6)], Pen(GREY, 1.2))
-        drawing.text((x, y + 31), f"{format_duration(left_out)} later", f'font-size="10" {MIDDLE}')
+        if x - said_at >= _BREAK_LABEL:
+            drawing.text((x, y + 31), f"{format_duration(left_out)} later", f'font-size="10" {MIDDLE}')
+            said_at = x
     began, ended = clock.begin, clock.begin + timedelta(seconds=clock.knots[-1][0])
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"
@@ -257,7 +327,7 @@ def _draw_pieces(
     for each in clones:
         if each.trial in lanes and each.source in lanes:
             ends: list[Point] = [(at(each.step), lanes[each.source]), (at(each.at_step), lanes[each.trial])]
-            drawing.line(ends, Pen(GREY, 1, 0.45))
+            drawing.line(ends, Pen(GREY, 1, PALE))
     for piece in pieces:
         y = lanes[piece.trial]
         drawing.line([(at(piece.begin), y), (at(piece.end), y)], Pen(piece.ink, 4, 0.85))

@@ -16,11 +16,11 @@ from prefect_tune.reporting.axes import (
     draw_axes,
     draw_y_axis,
     fitted,
-    format_number,
 )
 from prefect_tune.reporting.curve_sampling import numbers_in
+from prefect_tune.reporting.number_format import format_number
 from prefect_tune.reporting.report_input import ReportInput, spread
-from prefect_tune.reporting.svg import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
+from prefect_tune.reporting.svg import BLUE, FAINT, GREY, INKS, ORANGE, PALE, Drawing, Fill, Pen, Point
 
 WIDTH = 880
 _NAMED = 4
@@ -30,9 +30,9 @@ _CATEGORIES = 12
 _DOTS = 160
 _BARS = 10
 _BEST = Pen(ORANGE, 2.4)
-_GOOD = Pen(BLUE, 1.4, 0.85)
-_OTHERS = Pen(BLUE, 1, 0.28)
-_UNRANKED = Pen(GREY, 1.2, 0.6)
+_GOOD = Pen(BLUE, 1.6)
+_OTHERS = Pen(BLUE, 1, PALE)
+_UNRANKED = Pen(GREY, 1.2, 0.8)
 _LABEL = 'font-size="10.5" font-weight="700"'
 
 
@@ -74,7 +74,7 @@ def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: s
     drawing.lines([lines[each] for each in reversed(others)], _OTHERS)
     drawing.lines([lines[each] for each in named], _GOOD)
     drawing.lines([lines[each] for each in best], _BEST if len(best) == 1 else Pen(ORANGE, 1.5, 0.8))
-    drawing.dots([line[-1] for line in lines.values() if len(line) == 1], Pen(BLUE, 4, 0.4))
+    drawing.dots([line[-1] for line in lines.values() if len(line) == 1], Pen(BLUE, 4, PALE))
     _name_ends(drawing, frame, [(each, lines[each][-1], each in best) for each in [*best[:1], *named]])
 
 
@@ -126,7 +126,7 @@ def parallel_coordinates(report_input: ReportInput) -> str | None:
     lines = [_through(axes, places, each.trial, frame) for each in drawn]
     best = {each.trial for each in report_input.best}
     good = max(1, len(drawn) // 5)
-    drawing.lines(reversed(lines[good:]), Pen(BLUE, 1, 0.2 if len(lines) > 40 else 0.35))
+    drawing.lines(reversed(lines[good:]), Pen(BLUE, 1, FAINT if len(lines) > 40 else PALE))
     drawing.lines([line for line, each in zip(lines[:good], drawn, strict=False) if each.trial not in best], _GOOD)
     drawing.lines([line for line, each in zip(lines, drawn, strict=True) if each.trial in best], _BEST)
     for axis, place in zip(axes, places, strict=True):
@@ -169,10 +169,10 @@ def _through(axes: Sequence[_Axis], places: Sequence[float], trial: str, frame: 
 
 
 def _draw_axis(drawing: Drawing, axis: _Axis, x: float, frame: Frame) -> None:
-    drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.7))
+    drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.8))
     drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL} {MIDDLE} font-weight="600"')
     for y, said in axis.numbers.ticks(4) if axis.numbers else ():
-        drawing.line([(x - 3, y), (x + 3, y)], Pen(GREY, 1, 0.7))
+        drawing.line([(x - 3, y), (x + 3, y)], Pen(GREY, 1, 0.8))
         drawing.text((x - 6, y + 4), said, f"{_LABEL} {END}")
     for index, category in enumerate(axis.categories):
         drawing.text((x, axis.place(index, frame) - 7), _label(category), f"{_LABEL} {MIDDLE}")
@@ -198,8 +198,8 @@ def importance_chart(report_input: ReportInput) -> str | None:
     for index, (name, share) in enumerate(shares):
         y = 8 + index * row
         drawing.text((left - 10, y + 12), name[-32:], f"{SMALL} {END}")
-        drawing.bar((left, y), (right - left, 15), Pen(GREY, 1, 0.13))
-        drawing.bar((left, y), ((right - left) * share, 15), Pen(BLUE if index else ORANGE, 1, 0.85))
+        drawing.bar((left, y), (right - left, 15), Fill(GREY, opacity=FAINT))
+        drawing.bar((left, y), ((right - left) * share, 15), Fill(BLUE if index else ORANGE))
         drawing.text((right + 8, y + 12), f"{share:.0%}", SMALL)
     return drawing.svg()
 
@@ -252,7 +252,7 @@ def _draw_rung(
     dots: dict[bool, list[Point]] = {True: [], False: []}
     for index, (value, went_on) in enumerate(sorted(rung)[::every]):
         dots[went_on].append((middle + reach * _jitter(index), y.at(value)))
-    drawing.dots(dots[False], Pen(GREY, 5.5, 0.55))
+    drawing.dots(dots[False], Pen(GREY, 5.5, 0.8))
     drawing.dots(dots[True], Pen(ORANGE, 6, 0.85))
 
 
@@ -287,7 +287,7 @@ def _draw_front(drawing: Drawing, frame: Frame, report_input: ReportInput, metri
     y = fitted([each[1] for each in places.values()], frame.bottom, frame.top, room=0.05)
     draw_axes(drawing, frame, x, y, metrics)
     points = {trial: (x.at(each[0]), y.at(each[1])) for trial, each in places.items()}
-    drawing.dots([point for trial, point in points.items() if trial not in best], Pen(BLUE, 6, 0.45))
+    drawing.dots([point for trial, point in points.items() if trial not in best], Pen(BLUE, 6, PALE))
     on_front = sorted(points[trial] for trial in best)
     drawing.line(on_front, Pen(ORANGE, 1.4, 0.8))
     drawing.dots(on_front, Pen(ORANGE, 7))

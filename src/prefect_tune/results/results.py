@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,12 +25,13 @@ from prefect_tune.core.experiment.ranking import (
     smallest_first,
     valid_scope,
 )
-from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.summary import counted, objective_in, trial_named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal.trial_journal import trial_today
 from prefect_tune.core.models import StepReport, first_line, metric_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.result_files import Rows
 from prefect_tune.runtime.checkpoint import Checkpoint
@@ -71,8 +72,8 @@ def load_results(
     place = resolve_existing(target)
     with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
-    if not state.number:
-        raise InvalidInput(f"{place.uri}: there is no experiment {experiment!r}")
+        if not state.number:
+            raise InvalidInput(no_experiment(store, experiment, place.uri))
     return Results(state, place, objective_in(state.settings) if metric is None else objective_of(metric, mode))
 
 
@@ -177,7 +178,7 @@ class Results:
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         known = self._trial(trial)
-        if known.status not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
+        if known.phase not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
             with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
@@ -207,10 +208,7 @@ class Results:
         return self.target.checkpoint(folder.checkpoint_key(ref))
 
     def _trial(self, trial: str | Trial) -> Trial:
-        name = trial.trial if isinstance(trial, Trial) else trial
-        if name not in self.trials:
-            raise InvalidInput(f"experiment {self.experiment.name!r}: there is no trial {name!r}")
-        return self.trials[name]
+        return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
 
     # --------------------------------------------------------------------------------------------------- tables
 
@@ -246,8 +244,7 @@ class Results:
             return read_reports(store, self.experiment)
 
     def __repr__(self) -> str:
-        statuses = Counter(str(each.status) for each in self.trials.values())
-        counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
         return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
 
 

@@ -209,6 +209,6 @@ class Checkpoint(metaclass=_Advising):
 
 
 def _no_attribute(name: str) -> AttributeError:
-    from prefect_tune.runtime.ray_checkpoint_hints import former_attribute
+    from prefect_tune.core.ray_checkpoint_hints import former_attribute
 
     return AttributeError(former_attribute(name) or f"'Checkpoint' has no attribute {name!r}", name=name)

@@ -50,8 +50,8 @@ from prefect_tune.runtime.linux import (
     while_alive,
 )
 from prefect_tune.runtime.preload import import_before_forking
-from prefect_tune.runtime.process_reset import settle_in
-from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
+from prefect_tune.runtime.process_reset import flush_output, settle_in
+from prefect_tune.runtime.trial_process import rehearse, serve
 
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
@@ -74,8 +74,8 @@ _Life: TypeAlias = "Callable[[], _Life | None]"
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The descriptors that the supervisor sends with a fork request."""
+class _ForkRequest:
+    """A fork request: the descriptors that the supervisor sends."""
 
     channel: int
     output: int
@@ -130,12 +130,13 @@ def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None
         if deaths in woken:
             _reap(deaths, subreapers)
         if control.fileno() in woken:
-            if (asked := _next_asked(control)) is None:
+            if (request := _next_request(control)) is None:
                 break
-            if not _is_given(subreapers.values(), asked) and (line := _new_subreaper(subreapers, asked)) is not None:
+            is_passed_on = _is_passed_on(subreapers.values(), request)
+            if not is_passed_on and (line := _new_subreaper(subreapers, request)) is not None:
                 _close([control, *subreapers.values()])
-                return partial(_subreaper_main, line, asked, alive, before)
-            asked.close()
+                return partial(_subreaper_main, line, request, alive, before)
+            request.close()
     _outlive(subreapers, deaths)
     control.close()
     return None
@@ -146,32 +147,36 @@ def _close(sockets: Collection[socket.socket]) -> None:
         each.close()
 
 
-def _next_asked(control: socket.socket) -> _Asked | None:
+def _next_request(control: socket.socket) -> _ForkRequest | None:
     """Return the next request; None at end of file."""
     message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
     if not message:
         return None
     channel, output, status = descriptors
-    return _Asked(channel, output, status, message)
+    return _ForkRequest(channel, output, status, message)
 
 
-def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:
+def _is_passed_on(subreapers: Collection[socket.socket], request: _ForkRequest) -> bool:
     """Pass the request to a subreaper that has reported that it is free; return whether there was one."""
     for subreaper in subreapers:
         with suppress(OSError):  # it is busy, or has just exited
             if subreaper.recv(16, socket.MSG_DONTWAIT) == _FREE:
-                socket.send_fds(subreaper, [asked.word], asked.descriptors)
+                socket.send_fds(subreaper, [request.word], request.descriptors)
                 return True
     return False
 
 
-def _new_subreaper(subreapers: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
+def _new_subreaper(subreapers: dict[int, socket.socket], request: _ForkRequest) -> socket.socket | None:
     """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
-    hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if (subreaper := _fork(asked)) == 0:
+    try:
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:  # such as too many open files: trials that run must not end for that
+        _say(request.status, f"failed {error.errno}")
+        return None
+    if (subreaper := _fork(request)) == 0:
         ours.close()
-        return hers
-    hers.close()
+        return theirs
+    theirs.close()
     if subreaper > 0:
         subreapers[subreaper] = ours
     else:
@@ -204,23 +209,25 @@ def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
 # ------------------------------------------------------------------------------------------------ the subreaper
 
 
-def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
+def _subreaper_main(
+    pool: socket.socket, first: _ForkRequest, alive: Collection[int], before: _Handlers
+) -> _Life | None:
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     keep_only(pool.fileno(), *first.descriptors, *alive)
     set_process_name(b"tune-subreaper")
     adopt_orphans()
     deaths, subreaper = sigchld_pipe(), os.getpid()
-    asked: _Asked | None = first
-    while asked is not None:
-        if (trial := _fork(asked)) == 0:
+    request: _ForkRequest | None = first
+    while request is not None:
+        if (trial := _fork(request)) == 0:
             pool.close()
-            return partial(_import_and_fork if asked.word == IMPORT else _run_trial, asked, subreaper, before)
-        os.close(asked.channel)
-        os.close(asked.output)
-        is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
-        os.close(asked.status)
-        asked = _next_when_free(pool, alive) if is_done and _has_nobody_left() else None
+            return partial(_import_and_fork if request.word == IMPORT else _run_trial, request, subreaper, before)
+        os.close(request.channel)
+        os.close(request.output)
+        is_done = trial < 0 or _look_after(trial, request.status, deaths, alive)
+        os.close(request.status)
+        request = _next_when_free(pool, alive) if is_done and _has_no_children_left() else None
     pool.close()
     return None
 
@@ -236,7 +243,7 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
     return by_itself
 
 
-def _has_nobody_left() -> bool:
+def _has_no_children_left() -> bool:
     """Whether no child is left: one that could not be killed must not be confused with the next trial's children."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -245,7 +252,7 @@ def _has_nobody_left() -> bool:
     return False
 
 
-def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _Asked | None:
+def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _ForkRequest | None:
     """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
     with suppress(OSError):  # no request, or the fork server is gone
         pool.send(_FREE)
@@ -253,7 +260,7 @@ def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _Asked | Non
         if not woken:
             pool.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
         if not woken.intersection(alive):
-            return _next_asked(pool)
+            return _next_request(pool)
     return None
 
 
@@ -290,11 +297,11 @@ def _end_strays(deaths: int) -> None:
     """
     kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
     give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
-    asked: set[int] = set()
+    terminated: set[int] = set()
     while _has_children() and (now := time.monotonic()) < give_up_at:
         left = children_of(os.getpid())  # includes descendants whose parent has just died
-        send_signal(signal.SIGTERM, left - asked) if now < kill_at else send_signal(signal.SIGKILL, left)
-        asked |= left
+        send_signal(signal.SIGTERM, left - terminated) if now < kill_at else send_signal(signal.SIGKILL, left)
+        terminated |= left
         if rung([deaths], _LOOK_AGAIN):
             silence(deaths)
 
@@ -311,52 +318,52 @@ def _has_children() -> bool:
 # --------------------------------------------------------------------------------------------- the trial's process
 
 
-def _run_trial(asked: _Asked, subreaper: int, before: _Handlers) -> None:
+def _run_trial(request: _ForkRequest, subreaper: int, before: _Handlers) -> None:
     """Serve trials."""
-    if _is_set_up(asked, subreaper, before, b"trial"):
-        serve(Connection(asked.channel))
+    if _is_set_up(request, subreaper, before, b"trial"):
+        serve(Connection(request.channel))
 
 
-def _import_and_fork(asked: _Asked, subreaper: int, before: _Handlers) -> _Life | None:
+def _import_and_fork(request: _ForkRequest, subreaper: int, before: _Handlers) -> _Life | None:
     """Be a template: import a trainable; then, if that is safe, fork its trials as the fork server does."""
-    if not _is_set_up(asked, subreaper, before, b"tune-template"):
+    if not _is_set_up(request, subreaper, before, b"tune-template"):
         return None
     ignore_group_signals()
-    control = socket.socket(fileno=asked.channel)
+    control = socket.socket(fileno=request.channel)
     _, files, _, _ = socket.recv_fds(control, 16, 1)
     if not files:
         return None  # the supervisor is gone
     with os.fdopen(files[0], "rb") as file:
-        request = ImportRequest.model_validate_json(file.read())
-    settle_in(request.surroundings)
-    why_not = import_before_forking(request)
+        importing = ImportRequest.model_validate_json(file.read())
+    settle_in(importing.surroundings)
+    why_not = import_before_forking(importing)
     control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
-    return None if why_not else partial(_serve_forks, control, while_alive(request.supervisor))
+    return None if why_not else partial(_serve_forks, control, while_alive(importing.supervisor))
 
 
-def _is_set_up(asked: _Asked, subreaper: int, before: _Handlers, name: bytes) -> bool:
+def _is_set_up(request: _ForkRequest, subreaper: int, before: _Handlers, name: bytes) -> bool:
     """Set the process up as if it had been started by exec; return whether its subreaper is alive."""
     os.setsid()
     die_with_parent()
     if os.getppid() != subreaper:
         return False  # the subreaper died before prctl was called
     set_process_name(name)
-    os.dup2(asked.output, 1)
-    os.dup2(asked.output, 2)
-    keep_only(asked.channel)
-    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - takes no keyword arguments
+    os.dup2(request.output, 1)
+    os.dup2(request.output, 2)
+    keep_only(request.channel)
+    os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     return True
 
 
-def _fork(asked: _Asked) -> int:
+def _fork(request: _ForkRequest) -> int:
     """Fork; on failure report it on the request's socket, and return -1."""
     try:
         return os.fork()
     except OSError as error:
-        _say(asked.status, f"failed {error.errno}")
+        _say(request.status, f"failed {error.errno}")
         return -1
 
 

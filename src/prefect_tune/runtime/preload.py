@@ -22,9 +22,19 @@ from typing import Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
-from prefect_tune.runtime.linux import children_of
-from prefect_tune.runtime.process_reset import ProcessState, noting_import
-from prefect_tune.runtime.trial_process import flush_output, load_trainable, prepend_import_path, remember_source
+from prefect_tune.runtime.load_named import load_trainable
+from prefect_tune.runtime.process_reset import (
+    ProcessState,
+    flush_output,
+    noting_import,
+    prepend_import_path,
+    processes_left,
+)
+from prefect_tune.runtime.trial_process import (
+    forks_end,
+    remember_source,
+    text_of,
+)
 
 __all__ = ["import_before_forking"]
 
@@ -32,23 +42,25 @@ __all__ = ["import_before_forking"]
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
+# Caches in the temporary directory, which libraries write so that processes may share them.
+_SHARED_CACHES = ("matplotlib-", "torchinductor_")
 _PROBE = timedelta(seconds=10)
 _LOOK_AGAIN = timedelta(seconds=0.002)
 
 
 def import_before_forking(request: ImportRequest) -> str:
     """Import the trainable; return why this process must not be forked now, empty if it may be."""
-    before, held = ProcessState.now(), _Held.now()
+    before, held, temporary = ProcessState.now(), _Held.now(), Path(os.environ["TMPDIR"])
     prepend_import_path(request.import_path)
     try:
-        with noting_import():
+        with noting_import(), forks_end():
             remember_source(load_trainable(request.trainable))
         _finish_torch()
     except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
-        return f"its import raised {type(error).__name__}: {first_line(str(error))}"
+        return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
     finally:
         flush_output()  # else each fork prints it again
-    return _why_not_fork(before, held)
+    return _why_not_fork(before, held, temporary)
 
 
 def _finish_torch() -> None:
@@ -77,24 +89,26 @@ class _Held:
         return cls(descriptors, frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s"))
 
     def added_since(self, before: Self) -> list[str]:
-        opened = [what for name, what in self.descriptors.items() if name not in before.descriptors]
+        opened = [what for name, what in self.descriptors.items() if before.descriptors.get(name) != what]
         return sorted([*opened, *(f"shared memory {name}" for name in self.memory - before.memory)])
 
 
-def _why_not_fork(before: ProcessState, held: _Held) -> str:
+def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
+    now = ProcessState.now().handlers
+    if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now[each] != own]:
+        return f"its import installed handlers of signals: {', '.join(changed)}"
     if not _a_fork_ends():
         return f"a fork of it did not end within {_PROBE}"
     if threads := _threads():
         return f"its import started threads that still run: {', '.join(threads)}"
-    if children := children_of(os.getpid()):
-        return f"its import started processes that still run: {', '.join(map(str, sorted(children)))}"
+    if processes := processes_left():
+        return f"its import started processes that still run: {', '.join(map(str, sorted(processes)))}"
     if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
         return f"its import left open: {', '.join(left)}"
-    now = ProcessState.now().handlers
-    if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now[each] != own]:
-        return f"its import installed handlers of signals: {', '.join(changed)}"
+    if made := sorted(each.name for each in temporary.iterdir() if not each.name.startswith(_SHARED_CACHES)):
+        return f"its import made temporary files, which forks would share: {', '.join(made)}"
     if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
         return "its import set a timer"
     return ""
@@ -119,8 +133,10 @@ def _a_fork_ends() -> bool:
 def _threads() -> list[str]:
     """Return the names of the other threads: Python's, and those of libraries."""
     ours = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    own = _thread_name(Path("/proc/self"))  # which a library's thread has too, unless the library names it
     names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
-    return ours or [each for each in names if each and each not in _FORK_SAFE_THREADS]
+    others = [each for each in names if each and each not in _FORK_SAFE_THREADS]
+    return ours or sorted({f"a library's {each}" if each != own else "a library's" for each in others})
 
 
 def _thread_name(task: Path) -> str:

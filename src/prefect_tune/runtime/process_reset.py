@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import locale
 import logging
+import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -23,7 +26,27 @@ from typing import Any, Self
 from prefect_tune.core.messages.process_messages import Surroundings
 from prefect_tune.runtime.linux import children_of
 
-_TORCH_SEED = 67280421310721  # torch's default seed
+# Libraries read these variables once: when they are imported, or when they first compute.
+READ_ONCE = (
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HABANA_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "HIP_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VISIBLE_CORES",
+    "OMP_NUM_THREADS",
+    "ONEAPI_DEVICE_SELECTOR",
+    "OPENBLAS_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+# Modules with a global generator, and their functions that seed it. Unseeded, it draws other numbers in each process.
+_SEEDED_BY = {"numpy.random": "seed", "torch": "manual_seed"}
 _BLOCK = 624  # numbers of 32 bits for each key of a Mersenne twister
 _BLOCKS = 4000  # keys; an import that draws more than 2,496,000 numbers is taken for one that seeds
 
@@ -56,7 +79,7 @@ def _forget_what_was_drawn() -> None:
     if (of_numpy := sys.modules.get("numpy.random")) is not None:  # which `import numpy` alone does not import
         of_numpy.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(_TORCH_SEED)
+        torch.seed()  # as a new process does
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +116,7 @@ def noting_import() -> Iterator[None]:
     global _imported  # noqa: PLW0603 - of the process, as what it describes
     environment, directory, probe = dict(os.environb), _directory(), int.from_bytes(os.urandom(4), "little")
     random.seed(probe)
-    with _numpy_seeded_with(probe):
+    with _libraries_seeded_with(probe):
         yield
     now = dict(os.environb)
     _imported = _Imported(
@@ -111,27 +134,39 @@ def has_noted_import() -> bool:
     return _imported is not None
 
 
+_prepended: tuple[str, ...] = ()
+
+
+def prepend_import_path(import_path: Sequence[str]) -> None:
+    """Put `import_path` before the other entries of `sys.path`; once, since modules may change `sys.path` then."""
+    global _prepended  # noqa: PLW0603 - of the process, as `sys.path`
+    if tuple(import_path) != _prepended:
+        _prepended = tuple(import_path)
+        sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+
+
 @contextmanager
-def _numpy_seeded_with(seed: int) -> Iterator[None]:
-    """Seed NumPy's global generator, now or as soon as the block imports it; the block must not import it earlier."""
+def _libraries_seeded_with(seed: int) -> Iterator[None]:
+    """Seed the libraries' generators now, or as soon as the block imports them; this function imports none."""
     finder = _SeedingFinder(seed)
-    if (of_numpy := sys.modules.get("numpy.random")) is not None:
-        of_numpy.seed(seed)
+    for name in _SEEDED_BY.keys() & sys.modules.keys():
+        getattr(sys.modules[name], _SEEDED_BY[name])(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        with suppress(ValueError):  # the import has removed it
+            sys.meta_path.remove(finder)
 
 
 class _SeedingFinder(MetaPathFinder):
-    """Finds `numpy.random` as the other finders do, and seeds its generator after its import."""
+    """Finds the modules of `_SEEDED_BY` as the other finders do, and seeds their generators after their import."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "numpy.random":
+        if name not in _SEEDED_BY:
             return None
         others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((each for each in others if each is not None), None)
@@ -140,7 +175,7 @@ class _SeedingFinder(MetaPathFinder):
 
             def run_and_seed(module: ModuleType) -> None:
                 run(module)
-                module.seed(self._seed)
+                getattr(module, _SEEDED_BY[name])(self._seed)
 
             spec.loader.exec_module = run_and_seed  # type: ignore[method-assign]  # as lazy loaders do
         return spec
@@ -157,7 +192,7 @@ def _seeded_generators(probe: int) -> Iterator[tuple[Callable[[Any], object], ob
         if not _was_drawn(tuple(found[1]), lambda: tuple(like.get_state()[1]), lambda: like.bytes(4 * _BLOCK)):
             yield of_numpy.set_state, found
     torch = sys.modules.get("torch")
-    if torch is not None and (seed := torch.initial_seed()) != _TORCH_SEED:
+    if torch is not None and (seed := torch.initial_seed()) != probe:
         yield torch.manual_seed, seed  # of GPUs too
         yield torch.set_rng_state, torch.get_rng_state()
 
@@ -187,6 +222,7 @@ class ProcessState:
     """The streams and the root log's handlers, to which what a trial prints and logs goes."""
     files: frozenset[tuple[str, str]]
     """Open files and sockets, each with its descriptor; a GPU driver's own are needed by the next trial too."""
+    settings: tuple[object, ...]
 
     @classmethod
     def now(cls) -> Self:
@@ -195,17 +231,51 @@ class ProcessState:
             handlers={int(number): signal.getsignal(number) for number in signal.valid_signals()},
             outputs=(sys.stdout, sys.stderr, *logging.getLogger().handlers),
             files=frozenset(_open_files()),
+            settings=_settings(),
         )
 
     def is_restored(self) -> bool:
-        """Whether no thread, process, open file, signal handler, stream or log handler was added since."""
+        """Whether no thread, process, file, signal handler, stream or log handler was added, and no setting changed."""
         now = ProcessState.now()
         if now.threads - self.threads or now.files - self.files:
             return False
-        if (now.handlers, now.outputs) != (self.handlers, self.outputs):
+        if (now.handlers, now.outputs, now.settings) != (self.handlers, self.outputs, self.settings):
             return False
-        me, subreaper = os.getpid(), os.getppid()
-        return children_of(me, subreaper) == {me}  # the subreaper adopts those whose parent has exited
+        return not processes_left()
+
+
+def processes_left() -> set[int]:
+    """Return the children of this process, and of its subreaper, which adopts those whose parent has exited."""
+    return children_of(os.getpid(), os.getppid()) - {os.getpid()}
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what holds for a whole process, and would hold for the next trial too."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return (
+        mask,
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        [resource.getrlimit(getattr(resource, each)) for each in dir(resource) if each.startswith("RLIMIT_")],
+        locale.setlocale(locale.LC_ALL),
+        multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        {name: os.environ.get(name) for name in READ_ONCE},
+        _torch_settings(sys.modules.get("torch")),
+    )
+
+
+def _torch_settings(torch: ModuleType | None) -> tuple[object, ...]:
+    """Return settings that decide what PyTorch computes; its defaults if it is not imported."""
+    if torch is None:
+        return "torch.float32", True, False, "highest", False
+    return (
+        str(torch.get_default_dtype()),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.distributed.is_available() and torch.distributed.is_initialized(),
+    )
 
 
 def _open_files() -> Iterator[tuple[str, str]]:
@@ -214,6 +284,13 @@ def _open_files() -> Iterator[tuple[str, str]]:
             opened = str(each.readlink())
             if opened.startswith("socket:") or (opened.startswith("/") and not opened.startswith(("/dev/", "/proc/"))):
                 yield each.name, opened
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr before `os._exit`, which does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
 
 
 def free_memory() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Final, Protocol
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import FromTrial, ToTrial, to_trial
+from prefect_tune.core.messages.process_messages import IMPORTED, FromTrial, ToTrial, to_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
 _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
@@ -69,6 +70,11 @@ class SupervisorConnection:
                 f"found {len(data)}; store large values in the checkpoint, or in a file in pt.get_trial().directory"
             )
         self._connection.send_bytes(data)
+
+    def send_imported(self) -> None:
+        """Send that a `Preload` is done, to a pool that waits for it; no message of a trial precedes it."""
+        with suppress(OSError):  # the supervisor is gone
+            self._connection.send_bytes(IMPORTED)
 
     def abandon(self) -> None:
         """Close this process's copy."""

@@ -8,7 +8,6 @@ the process is forked and supervised by the fork server (`prefect_tune.runtime.f
 from __future__ import annotations
 
 import errno
-import importlib
 import inspect
 import os
 import signal
@@ -16,22 +15,30 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
+from prefect_tune.runtime.load_named import load_named, load_trainable
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import ProcessState, free_memory, has_noted_import, noting_import, settle_in
+from prefect_tune.runtime.process_reset import (
+    ProcessState,
+    flush_output,
+    free_memory,
+    has_noted_import,
+    noting_import,
+    prepend_import_path,
+    settle_in,
+)
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -97,29 +104,6 @@ def rehearse() -> None:
         train(far, whole_process=False)
 
 
-def load_trainable(name: str) -> object:
-    """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.
-
-    Raises:
-        InvalidInput: the module cannot be imported or has no such name.
-    """
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        import cloudpickle
-
-        return cloudpickle.loads(bytes.fromhex(name))
-    try:
-        found: object = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(
-            f"trainable {name!r}: {error}. Expected 'package.module:Name', importable where the trial runs "
-            f"(working directory {Path.cwd()})"
-        ) from error
-    return found
-
-
 def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
     return {"loss": 1.0}
 
@@ -161,8 +145,10 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
                 settle_in(message)
             case Preload():
                 prepend_import_path(message.import_path)
-                with suppress(BaseException), noting_import():  # the trial's own import raises it again
+                with suppress(BaseException), noting_import(), forks_end():  # the trial's own import raises it again
                     load_trainable(message.trainable)
+                flush_output()
+                connection.send_imported()
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
 
@@ -218,7 +204,7 @@ class _Attempts:
             claim_process(start.trial)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
-        before = ProcessState.now()
+        before = ProcessState.now() if start.kept != "never" else None
         try:
             session.ask_first()
             ended = self._train(session, trainable, start)
@@ -226,12 +212,12 @@ class _Attempts:
             ended = over.ended(waits=self._kept is not None)
         has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
         is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
-        if is_kept and not ended.interrupted and not ended.waits and before.is_restored():
+        if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
             return ended.model_copy(update={"waits": True})
         return ended
 
     def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
-        with _forks_end():
+        with forks_end():
             if isinstance(trainable, type):
                 return self._run_class(session, _set_up(trainable, start), start)
             if isinstance(trainable, _SetUp):
@@ -239,7 +225,7 @@ class _Attempts:
         function = cast("TrainFunction", trainable)
         session.loaded(_code(function))
         session.begin()
-        with _forks_end():
+        with forks_end():
             returned = function(dict(start.config))
         return session.finish(returned)
 
@@ -250,7 +236,7 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            with _forks_end():  # a forked child must not run `cleanup`
+            with forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
             if start.waits and not over.interrupted and ready.can_become_another():
@@ -261,16 +247,12 @@ class _Attempts:
                 trainable.cleanup()
 
 
-def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` before the other entries of `sys.path`."""
-    sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
-
-
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
     try:
-        trainable = kept or _loaded(start)
-        stopper = cast("Stopper", load_trainable(start.stopper))
+        with forks_end():
+            trainable = kept or _loaded(start)
+        stopper = cast("Stopper", load_named(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(connection, start, stopper), trainable
@@ -298,8 +280,8 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 
 @contextmanager
-def _forks_end() -> Iterator[None]:
-    """Exit a forked child that returns from the trainable, so that it does not send the trial's end."""
+def forks_end() -> Iterator[None]:
+    """Exit a forked child that returns from the trainable or its import, so that it does not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -315,13 +297,6 @@ def _forks_end() -> Iterator[None]:
         if os.getpid() != trial:
             flush_output()
             os._exit(code)
-
-
-def flush_output() -> None:
-    """Flush stdout and stderr before `os._exit`, which does not."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader is gone
-            stream.flush()
 
 
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
@@ -351,11 +326,12 @@ def _code(trainable: type | TrainFunction) -> str:
 
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
-    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {_text_of(error)}"
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
     return Broke(cause=cause, message=message, traceback=traceback.format_exc())
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also if its `__str__` raises."""
     try:
         return str(error)
     except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway

@@ -19,8 +19,8 @@ from prefect_tune.core.messages.process_messages import (
     FORK,
     IMPORT,
     ImportRequest,
+    Preload,
     Surroundings,
-    ToTrial,
 )
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
@@ -68,6 +68,9 @@ class ForkServer:
         """Request a template: a process that imports a trainable; return the socket on which it says how that ended.
 
         Afterwards it takes fork requests on that socket; see `fork_from`. `environment` is all of its variables.
+
+        Raises:
+            OSError: the request could not be written, for lack of memory or descriptors.
         """
         self._was_asked = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,11 +82,12 @@ class ForkServer:
             surroundings=surroundings(pending.temporary_directory, environment),
             supervisor=os.getpid(),
         )
-        with os.fdopen(os.memfd_create("import"), "wb") as file, suppress(OSError):  # the template is gone
-            file.write(request.model_dump_json().encode())
-            file.flush()
-            file.seek(0)
-            socket.send_fds(ours, [IMPORT], [file.fileno()])
+        try:
+            _send_file(ours, request.model_dump_json().encode())
+        except OSError:
+            ours.close()
+            pending.end(timedelta(0))
+            raise
         return pending, ours
 
     def end(self) -> None:
@@ -106,6 +110,16 @@ class ForkServer:
         """Kill the fork server, even if it is stopped by SIGSTOP."""
         self._process.kill()
         self.end()
+
+
+def _send_file(control: socket.socket, content: bytes) -> None:
+    """Send content of any length as a file in memory."""
+    with os.fdopen(os.memfd_create("import"), "wb") as file:
+        file.write(content)
+        file.flush()
+        file.seek(0)
+        with suppress(OSError):  # the template is gone
+            socket.send_fds(control, [IMPORT], [file.fileno()])
 
 
 def fork_from(control: socket.socket, word: bytes = FORK, channel: socket.socket | None = None) -> PendingFork:
@@ -179,6 +193,8 @@ class PendingFork:
     """A requested process that may not be forked yet."""
 
     def __init__(self, ends: _Ends) -> None:
+        self.imports = False
+        """Whether it imports a trainable first."""
         self._ends = ends
 
     def child(self) -> ForkedProcess | None:
@@ -200,10 +216,12 @@ class PendingFork:
         """An empty directory for what it does in advance."""
         return self._ends.home.path / _FIRST
 
-    def tell(self, message: ToTrial) -> None:
-        """Send a message, which it reads when it is forked."""
+    def import_ahead(self, request: Preload, environment: Mapping[str, str]) -> None:
+        """Have it import a trainable as soon as it is forked; see `ForkedProcess.has_imported`."""
         if self._ends.connection is not None:
-            self._ends.connection.send_bytes(message.model_dump_json().encode())
+            for message in (surroundings(self.temporary_directory, environment), request):
+                self._ends.connection.send_bytes(message.model_dump_json().encode())
+            self.imports = True
 
     def dismiss(self) -> None:
         """Let the process exit by itself: it is not needed. Call `end` afterwards."""
@@ -237,6 +255,19 @@ class ForkedProcess:
         if self._ends.connection is None:
             raise ValueError("a template has no channel")
         return self._ends.connection
+
+    def has_imported(self, patience: timedelta) -> bool:
+        """Wait up to `patience`; return whether the import that it was asked for is over, however it ended.
+
+        Return True only once.
+
+        Raises:
+            EOFError: the process is gone.
+        """
+        if not self.connection.poll(patience.total_seconds()):
+            return False
+        self.connection.recv_bytes()
+        return True
 
     def new_temporary_directory(self) -> Path:
         """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""

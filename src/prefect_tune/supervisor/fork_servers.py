@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Literal, Self, TypeAlias
 
 from prefect_tune.core.messages.process_messages import READY
+from prefect_tune.runtime.process_reset import READ_ONCE
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
 from prefect_tune.supervisor.process_output import Log, TrialOutput
@@ -20,15 +21,6 @@ __all__ = ["ForkServers", "TrialKind"]
 
 # The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
-# Libraries read these once: when they are imported, or when they first compute.
-_READ_ONCE = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-)
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _GOODBYE = timedelta(seconds=5)
@@ -46,7 +38,7 @@ class TrialKind:
     @classmethod
     def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the kind of a trial with this environment; a worker's scheduler may change devices between trials."""
-        devices = {name: os.environ[name] for name in _READ_ONCE if name in os.environ}
+        devices = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
         return cls(trainable, import_path, frozenset({**devices, **environment}.items()))
 
     @property
@@ -69,25 +61,27 @@ class Template:
     Whatever the import starts ends with it; if it cannot be forked safely, it ends before `is_ready` returns True.
     """
 
-    def __init__(self, forks: ForkServer, kind: TrialKind, log: Log) -> None:
-        self._pending, control = forks.import_first(kind.trainable, kind.import_path, kind.whole_environment)
+    def __init__(self, server: ForkServer, kind: TrialKind, log: Log) -> None:
+        self.server = server
+        self._pending, control = server.import_first(kind.trainable, kind.import_path, kind.whole_environment)
         self._control = control
         self._process: ForkedProcess | None = None
+        self._output = TrialOutput(log)
         self._ready = threading.Event()
         self._leaving = threading.Event()
         self.why_not = ""
         """Why no trial can be forked from it; empty if it can. Valid when it is ready."""
         context = copy_context()
-        threading.Thread(target=context.run, args=(self._watch, log), name="template", daemon=True).start()
+        threading.Thread(target=context.run, args=(self._watch,), name="template", daemon=True).start()
 
     def is_ready(self, patience: timedelta) -> bool:
         """Wait up to `patience`; return whether the import is over, however it ended."""
         return self._ready.wait(patience.total_seconds())
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no one waits for its import."""
-        return self._ready.is_set()
+    def was_forked(self) -> bool:
+        """Whether its fork server has answered. Valid when it is ready."""
+        return self._process is not None
 
     def fork(self) -> PendingFork:
         """Request a trial's process. Call it when the template is ready and `why_not` is empty."""
@@ -98,52 +92,51 @@ class Template:
         self._leaving.set()
         self._ready.wait()
         self._control.close()
-        if self._process is not None:
-            self._process.end(_GOODBYE)
+        self._end(_GOODBYE)
 
     def let_go(self) -> None:
         """Send no more requests, and do not wait: it exits after the last process that it forked."""
         self._leaving.set()
         self._ready.wait()
         self._control.close()
-        if self._process is not None:
-            threading.Thread(target=self._process.end, args=(None,), name="template", daemon=True).start()
+        threading.Thread(target=self._end, args=(None,), name="template", daemon=True).start()
 
     def kill(self) -> None:
         """Kill it, and all that it forked."""
         self._leaving.set()
         self._ready.wait()
         self._control.close()
-        if self._process is not None:
-            self._process.end(timedelta(0))
+        self._end(timedelta(0))
 
-    def _watch(self, log: Log) -> None:
+    def _watch(self) -> None:
         """Wait for the end of the import."""
         try:
             self._process = self._pending.child()
-            self.why_not = self._imported(self._process, log) if self._process else "its process could not be forked"
-            if self.why_not and self._process:
-                self._process.end(timedelta(0))
-        except Exception as error:  # noqa: BLE001 - who waits for `ready` must not wait for ever
+            self.why_not = self._imported(self._process) if self._process else "its process could not be forked"
+            if self.why_not:
+                self._end(timedelta(0))
+        except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` wait for ever
             self.why_not = f"its import could not be followed: {type(error).__name__}: {error}"
         finally:
             self._ready.set()
 
-    def _imported(self, process: ForkedProcess, log: Log) -> str:
-        output, until = TrialOutput(log), Deadline.after(_IMPORT)
-        output.start(process.output)
-        try:
-            while not self._leaving.is_set():
-                said = message_of(self._control, _LOOK_AGAIN, most_bytes=_REASON_BYTES)
-                if said:
-                    return "" if said == READY else said
-                if said is not None or not process.is_alive():
-                    return "its import ended the process"
-                if until.remaining_seconds <= 0:
-                    return f"its import took longer than {_IMPORT}"
-        finally:
-            output.stop()
+    def _imported(self, process: ForkedProcess) -> str:
+        until = Deadline.after(_IMPORT)
+        self._output.start(process.output)  # until its end: what fork handlers print must not fill the pipe
+        while not self._leaving.is_set():
+            said = message_of(self._control, _LOOK_AGAIN, most_bytes=_REASON_BYTES)
+            if said:
+                return "" if said == READY else said
+            if said is not None or not process.is_alive():
+                return "its import ended the process"
+            if until.remaining_seconds <= 0:
+                return f"its import took longer than {_IMPORT}"
         return "it is not needed any more"
+
+    def _end(self, patience: timedelta | None) -> None:
+        if self._process is not None:
+            self._process.end(patience)
+            self._output.stop()
 
 
 Forks: TypeAlias = ForkServer | Template
@@ -188,16 +181,20 @@ class ForkServers:
                 return self.plain(kind)
         if not forks.why_not:
             return forks
-        self._note(kind, forks, log)
+        if forks.was_forked:
+            self._note(kind, forks, log)
+        else:  # its fork server is gone: a template of a new one may do better
+            self.lose(forks)
+            self.lose(forks.server)
         return self.plain(kind)
 
     def running(self, kind: TrialKind) -> Forks | None:
         """Return what trials of this kind are forked from if it runs and is ready, else None."""
         with self._guard:
-            own = self._running.get(kind)
-            if isinstance(own, Template):
-                return own if own.is_ready(timedelta(0)) and not own.why_not else None
-            return self._running.get(frozenset(kind.read_at_start.items()))
+            if not self._has_templates or kind in self._unfit:
+                return self._used(frozenset(kind.read_at_start.items()))
+            own = self._used(kind)
+            return own if isinstance(own, Template) and own.is_ready(timedelta(0)) and not own.why_not else None
 
     def plain(self, kind: TrialKind) -> ForkServer:
         """Return the fork server that has imported no trainable; start it if it does not run."""
@@ -214,10 +211,16 @@ class ForkServers:
         return "after-imports" if self._reuse == "auto" else "never"
 
     def lose(self, forks: Forks) -> None:
-        """Kill and forget one that has died or is stopped. Processes of a fork server do not need it."""
+        """Kill and forget one that has died or is stopped. Processes of a fork server do not need it.
+
+        If it is forgotten already, do nothing: another thread ends it.
+        """
         with self._guard:
-            self._running = {key: each for key, each in self._running.items() if each is not forks}
-        forks.kill()
+            keys = [key for key, each in self._running.items() if each is forks]
+            for key in keys:
+                del self._running[key]
+        if keys:
+            forks.kill()
 
     def end_surplus(self, slots: int) -> None:
         """End those that were used longest ago, beyond the number that trials in `slots` slots may need."""
@@ -246,9 +249,15 @@ class ForkServers:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
-            found = self._running.pop(key, None) or start()
-            self._running[key] = found  # ordered by last use
+            if (found := self._used(key)) is None:
+                self._running[key] = found = start()
             return found
+
+    def _used(self, key: _Key) -> Forks | None:
+        """Return what runs under this key, and put it last: they are ordered by their last use."""
+        if (found := self._running.pop(key, None)) is not None:
+            self._running[key] = found
+        return found
 
     def _note(self, kind: TrialKind, template: Template, log: Log) -> None:
         with self._guard:

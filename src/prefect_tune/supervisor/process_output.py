@@ -11,14 +11,14 @@ import struct
 import termios
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
-__all__ = ["Log", "TrialOutput"]
+__all__ = ["Log", "TrialLog", "TrialOutput"]
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
@@ -26,6 +26,17 @@ _GOODBYE = timedelta(seconds=5)
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
+
+
+class TrialLog(logging.LoggerAdapter[logging.Logger]):
+    """A log that begins each message with the trial's name: the log of a flow run shows many trials."""
+
+    def __init__(self, log: Log, trial: str) -> None:
+        super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
+        self._trial = trial
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        return f"trial {self._trial}: {msg}", kwargs
 
 
 class TrialOutput:

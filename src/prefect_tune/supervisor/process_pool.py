@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.core.messages.process_messages import FromTrial, Preload, Start, ToTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    FromTrial,
+    Preload,
+    Start,
+    ToTrial,
+    TrainableLoaded,
+    TrialEnded,
+)
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.fork_client import ForkedProcess, PendingFork, surroundings
 from prefect_tune.supervisor.fork_servers import ForkServers, TrialKind
@@ -21,6 +29,8 @@ from prefect_tune.supervisor.trial_spec import Reuse, import_path
 __all__ = ["TrialProcessPool"]
 
 _TRIES = 3
+_LOOK_AGAIN = timedelta(seconds=0.2)
+_LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits
 _MOMENT = timedelta(seconds=0.2)
 _GOODBYE = timedelta(seconds=5)
 
@@ -169,21 +179,24 @@ class _Pool:
                 self._expected.append((kind, forks.fork()))
 
     def import_ahead(self, kind: TrialKind) -> None:
-        """Fork a process in advance, and have it import the trainable."""
+        """Fork a process in advance, and have it import the trainable, unless that is a long pickle."""
+        request = Preload(trainable=kind.trainable, import_path=kind.import_path)
+        if len(kind.trainable) > _LONGEST_PRELOAD:
+            return
         with self._guard, suppress(OSError):
             self._expected.append((kind, pending := self.forks.plain(kind).fork()))
-            pending.tell(surroundings(pending.temporary_directory, kind.whole_environment))
-            pending.tell(Preload(trainable=kind.trainable, import_path=kind.import_path))
+            pending.import_ahead(request, kind.whole_environment)
 
     def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
         self.dismiss_waiting(slots=self.slots)
         while (expected := self._next_expected(kind)) is not None:
             with suppress(OSError):
-                if (child := expected.child()) is not None and child.is_alive():
+                if (child := expected.child()) is None:
+                    continue
+                if child.is_alive() and (not expected.imports or _has_imported(child, log, stop)):
                     return child
-                if child is not None:
-                    child.end()
+                child.end(timedelta(0))
         for _ in range(_TRIES):
             forks = self.forks.ready(kind, log, stop)
             self.forks.end_surplus(self.slots)
@@ -232,6 +245,24 @@ class _Pool:
             each.end(timedelta(seconds=deadline.remaining_seconds))
 
 
+def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool:
+    """Wait for its import; return False if it ended the process, or if `stop` is set before.
+
+    Until then the process reads nothing, so that sending it a long message would block.
+    """
+    output = TrialOutput(log)
+    output.start(child.output)
+    try:
+        while not child.has_imported(_LOOK_AGAIN):
+            if stop.is_set():
+                return False
+    except (EOFError, OSError):
+        return False
+    finally:
+        output.stop()
+    return True
+
+
 def _dismiss(children: list[ForkedProcess]) -> None:
     """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
     for child in children:
@@ -274,7 +305,7 @@ class _PooledChannel(TrialChannel):
         self._pool = pool
         self._request = request
         self._borrowed = borrowed
-        self._is_on_trial = has_served  # until the reused process has answered
+        self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
         self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
@@ -303,7 +334,10 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace()
             return None
-        self._is_on_trial &= message is None
+        if self._is_on_trial and isinstance(message, Broke) and self._request.start.kept != "never":
+            self._replace(f"failed before its first report ({message.message})")
+            return None
+        self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
         self.keeps = isinstance(message, TrialEnded) and message.waits
         return message
 
@@ -321,11 +355,16 @@ class _PooledChannel(TrialChannel):
         if self.keeps:
             self._pool.keep(self._request.kind, self._borrowed.child)
 
-    def _replace(self) -> None:
-        """Take a new process: the reused one declined the trial or was killed, before it trained anything."""
+    def _replace(self, why: str = "") -> None:
+        """Take a new process: the reused one declined the trial, was killed or failed, before it reported anything.
+
+        A failure there may be due to an earlier trial: some settings can be made only once in a process.
+        """
         ended = self._borrowed.end()
-        if not ended.startswith("exited with code 0"):
-            self._request.log.warning("a process that was kept from an earlier trial %s; a new one is started", ended)
+        if why or not ended.startswith("exited with code 0"):
+            self._request.log.warning(
+                "a process that was kept from an earlier trial %s; a new one is started", why or ended
+            )
         with self._changing:
             request, stop = self._request, threading.Event()
             self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, stop), request.log)

@@ -21,6 +21,7 @@ __all__ = [
     "Answer",
     "EntryWritten",
     "InProcessLink",
+    "LatestReport",
     "SearchLink",
     "StepReported",
     "TrialMessage",
@@ -83,6 +84,16 @@ class EntryWritten:
     """When it was written, as an ISO timestamp."""
     journal: Experiment | None = None
     """The state of the journal after it; None if the entry was read from the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatestReport:
+    """The newest report of an attempt on another machine: its journal has it later, with those before it."""
+
+    trial: str
+    report: StepReport
+    at: str
+    """When the attempt reported it, as an ISO timestamp."""
 
 
 TrialMessage: TypeAlias = StepReported | EntryWritten

@@ -50,7 +50,7 @@ class _Training(RunInput):
         default="continue",
         title="How to continue",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
-        "go back to the step below; later checkpoints are kept. stop here: the training is finished.",
+        "go back to the step below; later checkpoints are kept. stop here: the training ends.",
     )
     steps: int = Field(default=0, title="Total steps", description="To extend: more than before. 0: unchanged.")
     hours: float = Field(
@@ -113,7 +113,7 @@ def _refused(why: str) -> list[str]:
 def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
     trials = list(state.trials.values())
     if len(trials) != 1 or trials[0].apart:
-        counts = ", ".join(f"{count} {status}" for status, count in sorted(counted(state).items()))
+        counts = ", ".join(f"{count} {status}" for status, count in counted(state).items())
         yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (compared := ranked(trials, objective)):
         best = compared[0][0]

@@ -24,11 +24,11 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.suspension import is_suspended
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import read_experiment
 
 __all__ = [
@@ -202,7 +202,7 @@ def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[Non
 def resumable(state: Experiment) -> str:
     """Return a sentence: what can be resumed of an experiment, and how."""
     trials = list(state.trials.values())
-    open_ones = [each for each in trials if each.status not in ENDED]
+    open_ones = [each for each in trials if each.phase not in ENDED]
     saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
     again = "run it again, with Retry or under the same experiment name, to resume"
     if not open_ones:

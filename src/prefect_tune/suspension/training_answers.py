@@ -13,12 +13,12 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import standing_of, stop_after, unjournaled
 from prefect_tune.suspension.resume_forms import InputForm, form_of_training, page_of
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, Turn
+from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
 
 __all__ = ["QUESTION", "code_changed", "follow_up"]
@@ -49,7 +49,7 @@ def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeCho
     match choice.way:
         case "stop here":
             left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
-            return [] if trial.status in ENDED else [left]
+            return [] if trial.phase in ENDED else [left]
         case "other checkpoint":
             back = Requeued(trial=trial.trial, reason=f"it goes back to step {choice.checkpoint}, as was chosen")
             return [back, _copy(plan, state, trial, choice.checkpoint)]

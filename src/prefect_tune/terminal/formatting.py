@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from rich.console import Console
 from rich.table import Table
@@ -65,13 +65,22 @@ def format_value(value: object) -> str:
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Return `7 finished, 2 errored`."""
+    """Return `7 completed, 2 errored`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def format_time(at: str) -> str:
     """Format a time of the journal to the second."""
     return at.replace("T", " ")[:19]
+
+
+def parse_time(at: str) -> datetime | None:
+    """Return a time of the target in UTC; None for another text."""
+    try:
+        found = datetime.fromisoformat(at)
+    except ValueError:
+        return None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def format_duration(span: timedelta) -> str:

@@ -23,10 +23,13 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, with_report
+from prefect_tune.core.experiment.trial_status import status_label
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.terminal.formatting import parse_time
+from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
 
 _NOTES = 50
 _RATE_OVER = timedelta(seconds=15)
@@ -45,6 +48,8 @@ class SearchEstimate:
     """The most steps that a trial trains."""
     time: timedelta | None = None
     """The time budget of this run."""
+    slot_count: int = 1
+    """The number of trials that train at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     left: timedelta | None = None
-    """Estimated time left, from the pace of this run."""
+    """Estimated time left, from the seconds per step of this run and the slots; see `time_left`."""
     rungs: Mapping[int, int] = field(default_factory=dict)
     """How many trials the scheduler has judged, by step."""
     running: Sequence[Trial] = ()
@@ -84,12 +89,14 @@ class ProgressTracker:
     The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
 
-    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float) -> None:
+    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float, at: datetime) -> None:
         self._outlook = outlook
         self._began = now
+        self._began_at = at
         self._guard = threading.Lock()
         self._experiment = experiment
         self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
+        self._latest: dict[str, StepReport] = {}  # those of attempts elsewhere, ahead of the reports before it
         self._report_count = 0
         self._rungs = Counter(
             each.report.step
@@ -100,44 +107,75 @@ class ProgressTracker:
         )
         self._notes: deque[Note] = deque(maxlen=_NOTES)
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
-        self._done_before = share_of_trials(experiment.trials.values(), {}, outlook)
+        running = (each for each in experiment.trials.values() if each.status is Status.RUNNING)
+        self._attempts = {each.trial: [AttemptTimes(now, each.step)] for each in running}
 
     # --------------------------------------------------------------------------------------------------- updates
 
-    def happened(self, event: Event, experiment: Experiment, at: datetime) -> None:
+    def happened(self, event: Event, experiment: Experiment, at: datetime, now: float) -> None:
         """Take in a journaled event and the state after it."""
         with self._guard:
             self._experiment = experiment
             for each in event.events if isinstance(event, Absorbed) else (event,):
-                self._receive(each, at)
+                self._receive(each, at, now)
+            if isinstance(event, Absorbed) and self._is_earlier(event):
+                self._forget_times(event.trial, now)
 
-    def reported(self, trial: str, report: StepReport, experiment: Experiment) -> None:
+    def _is_earlier(self, event: Absorbed) -> bool:
+        """Whether the entry was written before this run, which learns of it only now."""
+        written_at = parse_time(event.at or "")
+        return written_at is not None and written_at < self._began_at
+
+    def _forget_times(self, trial: str, now: float) -> None:
+        """Measure the trial's present attempt from now on: the steps so far are not those of this run."""
+        if trial in self._attempts:
+            self._attempts[trial] = [AttemptTimes(now, self._attempts[trial][-1].step)]
+
+    def reported(self, trial: str, report: StepReport, experiment: Experiment, now: float) -> None:
         """Take in a step's report as soon as the step is trained."""
         with self._guard:
             self._experiment = experiment
-            self._reported(trial, report)
+            self._reported(trial, report, now)
 
-    def _receive(self, event: Event, at: datetime) -> None:
+    def latest(self, trial: str, report: StepReport, now: float) -> None:
+        """Take in the newest report of an attempt, before those that precede it."""
+        with self._guard:
+            if trial in self._attempts:
+                self._latest[trial] = report
+                self._attempts[trial][-1].report(report.step, now)
+
+    def _receive(self, event: Event, at: datetime, now: float) -> None:
         match event:
             case Reported(trial=trial, report=report):
-                self._reported(trial, report)
-            case Started(trial=trial):
+                self._reported(trial, report, now)
+            case Started(trial=trial, from_step=step):
                 self._live.pop(trial, None)
+                self._latest.pop(trial, None)
+                self._attempts.setdefault(trial, []).append(AttemptTimes(now, step))
             case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Finished(trial=trial) | Paused(trial=trial):
                 self._live.pop(trial, None)
+                self._latest.pop(trial, None)
+                self._end_attempt(trial, now)
             case Decided(report=report):
                 self._rungs[report.step] += 1
             case _:
                 pass
-        if (note := _note_of(event, at)) is not None and not self._is_known(note):
+        if (note := _note_of(event, at, self._experiment)) is not None and not self._is_known(note):
             self._notes.append(note)
 
-    def _reported(self, trial: str, report: StepReport) -> None:
+    def _reported(self, trial: str, report: StepReport, now: float) -> None:
         """Count a report once: `reported` gets it first, and the journal's event brings it again."""
         known = self._live.get(trial)
         if known is None or report.step > known.step:
             self._live[trial] = report
             self._report_count += 1
+            if trial in self._attempts:
+                self._attempts[trial][-1].report(report.step, now)
+
+    def _end_attempt(self, trial: str, now: float) -> None:
+        for attempt in self._attempts.get(trial, ())[-1:]:
+            if attempt.ended is None:
+                attempt.ended = now
 
     def _is_known(self, note: Note) -> bool:
         """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
@@ -148,18 +186,23 @@ class ProgressTracker:
     def state(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
-            experiment, live = self._experiment, dict(self._live)
+            experiment, live, latest = self._experiment, dict(self._live), dict(self._latest)
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
+            attempts = {trial: tuple(each) for trial, each in self._attempts.items()}
         trials = list(experiment.trials.values())
         objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
-        running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
-        others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
+        running = [
+            with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
+            for each in trials
+            if each.phase is Phase.RUNNING
+        ]
+        others = _best_first([each for each in trials if each.phase is not Phase.RUNNING], objective)
         return ProgressState(
             outlook=self._outlook,
             elapsed=elapsed,
             counts=Counter(each.status for each in trials),
             reports_per_second=self._rate(now, reports),
-            left=self._left(elapsed, share_of_trials(trials, live, self._outlook)),
+            left=self._left(now, trials, attempts),
             rungs=dict(sorted(rungs.items())),
             running=running,
             others=others,
@@ -174,20 +217,25 @@ class ProgressTracker:
         self._rates.append((now, reports))
         return (reports - before) / (now - since) if now > since else 0.0
 
-    def _left(self, elapsed: timedelta, done: float) -> timedelta | None:
-        """Return the time left at the pace of this run, or until the time budget ends if that is sooner."""
-        budget = self._outlook.time - elapsed if self._outlook.time is not None else None
-        count, done_now = self._outlook.trial_count, done - self._done_before
-        if count is None or done_now <= 0 or elapsed < _TOO_EARLY:
-            return budget and max(budget, timedelta(0))
-        left = elapsed * (max(0.0, count - done) / done_now)
-        return left if budget is None else max(timedelta(0), min(left, budget))
+    def _left(
+        self, now: float, trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]
+    ) -> timedelta | None:
+        """Return the time that the remaining steps take, or until the time budget ends if that is sooner."""
+        outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
+        budget = max(timedelta(0), outlook.time - elapsed) if outlook.time is not None else None
+        if outlook.trial_count is None or elapsed < _TOO_EARLY:
+            return budget
+        work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count)
+        if (seconds := seconds_left(work, trials, attempts, now)) is None:
+            return budget
+        left = timedelta(seconds=seconds)
+        return left if budget is None else min(left, budget)
 
 
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the comparable trials, the best first; without an objective, the last ones that ended."""
     if objective is None:
-        return [each for each in reversed(trials) if each.status in ENDED]
+        return [each for each in reversed(trials) if each.phase in ENDED]
     return [each for each, _ in ranked(trials, objective)]
 
 
@@ -198,16 +246,17 @@ def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], out
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
     """Return the share of the trial's training that is done, from 0 to 1."""
-    if trial.status in ENDED or trial.status is Status.PAUSED:
+    if trial.phase in ENDED or trial.phase is Phase.PAUSED:
         return 1.0
     step = max(trial.step, report.step if report else 0)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
 
 
-def _note_of(event: Event, at: datetime) -> Note | None:
+def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:
     match event:
         case Finished(trial=trial, reason=reason):
-            return Note(at, trial, f"finished: {first_line(reason)}")
+            ended = experiment.trial(trial)
+            return Note(at, trial, f"{status_label(ended.status, ended.step)}: {first_line(reason)}")
         case GaveUp(trial=trial, message=message):
             return Note(at, trial, f"errored: {first_line(message)}", is_bad=True)
         case AttemptEnded(trial=trial, cause=cause, message=message):

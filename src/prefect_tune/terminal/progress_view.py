@@ -17,7 +17,14 @@ from prefect_tune.terminal.trials_table import cells_of, config_cells
 _MOST_ROWS = 16
 _MOST_NOTES = 5
 _HEAD = 8  # lines of everything that is neither a trial nor an event
-_STYLES = {Status.RUNNING: "green", Status.ERRORED: "red", Status.PAUSED: "yellow", Status.PENDING: "dim"}
+_STYLES = {
+    Status.RUNNING: "green",
+    Status.ERRORED: "red",
+    Status.INTERRUPTED: "yellow",
+    Status.PAUSED: "cyan",
+    Status.PRUNED: "dim",
+    Status.PENDING: "dim",
+}
 _LONG_RUNGS = 8
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefect_tune.core.experiment.trial_status import status_label
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells, visible
@@ -16,9 +18,11 @@ _GAP = 2
 _WIDEST_CELL = 24
 
 
-def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
-    """Return a table with a row per trial: its metrics, and as many of the differing parameters as fit."""
-    names, rows = cells_of(trials, metrics, Console().width)
+def trials_table(
+    trials: Sequence[Trial], metrics: Sequence[str], more: Mapping[str, list[str]] = MappingProxyType({})
+) -> Table:
+    """Return a table with a row per trial: metrics, the columns `more`, and the differing parameters that fit."""
+    names, rows = cells_of(trials, metrics, Console().width, more)
     table = borderless_table()
     for name in names:
         table.add_column(Text(visible(name)), no_wrap=True)
@@ -27,16 +31,18 @@ def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
     return table
 
 
-def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tuple[list[str], list[list[str]]]:
+def cells_of(
+    trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
+) -> tuple[list[str], list[list[str]]]:
     """Return column names and rows that are no wider than `width` if that is possible."""
     found: dict[str, list[str]] = {
         "trial": [each.trial for each in trials],
-        "status": [str(each.status) for each in trials],
+        "status": [status_label(each.status, each.step) for each in trials],
         "step": [str(each.step) for each in trials],
     }
     for name in metrics:
         found[name] = [format_value(metric_in(each.metrics, name)) for each in trials]
-    kept = dict(found)
+    kept = {**found, **{name if name not in found else f"trial's {name}": cells for name, cells in more.items()}}
     used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
     for name, cells in _configuration(trials).items():
         used += _width(name, cells) + _GAP

@@ -21,7 +21,7 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
@@ -38,7 +38,7 @@ from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -109,8 +109,8 @@ class Driver:
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
             outside.journaled(len(written.heard))
             if not len(self._executor):
-                return written
-            self._receive(self._executor.poll(_PATIENCE))
+                return self._failure_handler.require_imported(written)
+            self._receive(self._failure_handler.noted(self._executor.poll(_PATIENCE)))
 
     @property
     def _state(self) -> Experiment:
@@ -134,7 +134,7 @@ class Driver:
             self._merger.settle(trial)
             self._decide_what_is_open(trial)
             state = self._state.trial(trial)
-            if state.status is Status.PENDING:
+            if state.phase is Phase.PENDING:
                 return trial
             self._let_go_on(state)
         if self._limits.options.reruns_errored == "only":
@@ -220,6 +220,8 @@ class Driver:
             match message:
                 case StepReported():
                     self._reported(message)
+                case LatestReport():
+                    self._listener.latest(message)
                 case EntryWritten():
                     self._merger.absorb(message)
                 case RemoteAttemptStarted():
@@ -242,7 +244,7 @@ class Driver:
             decision = self._decided(step.trial, step.report)
         except BadMetric as error:
             self._broken[step.trial] = str(error)
-            leave = Leave(reason=str(error), save=False, for_good=False)
+            leave = Leave(reason=str(error), save=False, for_good=False, end="errored")
             self._pending_entry.then(lambda: self._executor.answer(step.trial, leave, step.report.step))
             return
         answer = self._answer(step.trial, decision)
@@ -267,8 +269,8 @@ class Driver:
                     self._put(Resumed(trial=trial))
                     return self._go_on(trial)
                 return Leave(reason=reason, save=True, for_good=False)
-            case Stop(reason=reason):
-                return Leave(reason=reason, save=self._plan.cadence.at_end, for_good=True)
+            case Stop(reason=why, early=early):
+                return Leave(reason=why, save=self._plan.cadence.at_end, for_good=True, end="pruned" if early else None)
             case Exploit(reason=reason):
                 return Leave(reason=reason, save=False, for_good=False)
             case never:
@@ -276,8 +278,6 @@ class Driver:
 
     def _go_on(self, trial: str) -> GoOn:
         return GoOn(milestone=self._policy.milestone(self._state.trial(trial)))
-
-    # ---------------------------------------------------------------------------------------------- their ends
 
     def _conclude(self, over: AttemptExited) -> None:
         """Handle the end of an attempt, by the state that its journal gives."""
@@ -294,11 +294,11 @@ class Driver:
         elif trial.trial in self._state.questions:
             if trial.apart:  # the other trials save and end, too
                 self._stopping.end(f"trial {trial.trial} asks a question")
-        elif trial.status is Status.PENDING and trial.cause is not None and began:
+        elif trial.phase is Phase.PENDING and trial.cause is not None and began:
             self._failure_handler.failed(trial, trial.cause, over.error)
-        elif trial.status is Status.PENDING and self._stopping.ends:
+        elif trial.phase is Phase.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # the attempt was stopped before it began
-        elif trial.status in (Status.PENDING, Status.RUNNING):
+        elif trial.phase in (Phase.PENDING, Phase.RUNNING):
             self._merger.require_ours()  # a newer owner of the search owns the trial too
             self._failure_handler.lost(trial.trial, over.error)
         else:
@@ -311,13 +311,13 @@ class Driver:
             self._startable.append(trial.trial)
 
     def _is_to_resume(self, trial: Trial) -> bool:
-        is_paused = trial.status is Status.PAUSED
+        is_paused = trial.phase is Phase.PAUSED
         return is_paused and (trial.exploits is not None or not self._policy.holds(trial.trial))
 
     def _extend(self, name: str) -> None:
         """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
         trial = self._state.trial(name)
-        if name in self._found and trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+        if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
             self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
             self._startable.append(name)
 
@@ -325,7 +325,7 @@ class Driver:
 
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
-        errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
+        errored = {each.trial for each in self._state.trials.values() if each.phase is Phase.ERRORED}
         unended = self._unended()
         for trial in unended:
             self._merger.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
@@ -341,12 +341,12 @@ class Driver:
 
     def _unended(self) -> Mapping[str, Trial]:
         """The trials that continue, without those that the scheduler holds paused."""
-        waiting = (Status.PENDING, Status.RUNNING)
+        waiting = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
-        return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
+        return {each.trial: each for each in trials if each.phase in waiting or self._is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
-        if self._executor.survives_search and self._state.trial(name).status is Status.RUNNING:
+        if self._executor.survives_search and self._state.trial(name).phase is Phase.RUNNING:
             self._find_again(name)
             return
         self._merger.settle(name)
@@ -356,9 +356,9 @@ class Driver:
         self._decide_what_is_open(name)
         trial = self._state.trial(name)
         self._let_go_on(trial)
-        if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
+        if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
             self._failure_handler.resumed(trial, trial.cause)
-        elif trial.status is Status.PENDING:
+        elif trial.phase is Phase.PENDING:
             self._startable.append(name)
 
     def _find_again(self, trial: str) -> None:
@@ -369,18 +369,18 @@ class Driver:
     def _requeue(self) -> None:
         """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
         for trial in list(self._state.trials.values()):
-            if trial.status is Status.ERRORED and self._limits.options.reruns_errored:
+            if trial.phase is Phase.ERRORED and self._limits.options.reruns_errored:
                 self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             elif self._limits.options.reruns_errored == "only":
                 continue
-            elif trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+            elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
                 self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
 
     def _decide_what_is_open(self, name: str) -> None:
         """Decide a milestone that was reported before the crash, without training it again."""
         trial = self._state.trial(name)
         milestone = self._policy.milestone(trial)
-        if trial.status is not Status.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
+        if trial.phase is not Phase.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import assert_never
 
-from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.events.experiment_events import Cause, GaveUp, Quarantined, Requeued
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
+from prefect_tune.core.events.experiment_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
     GiveUp,
     Quarantine,
@@ -17,8 +19,11 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.models import first_line
+from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.search_link import EntryWritten, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stop_handling import Stopping
 
@@ -41,9 +46,30 @@ class FailureHandler:
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
+        self._has_trained = False
+        self._unimportable = ""  # the first import that failed before anything was trained: it would in all trials
+
+    def noted(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages of attempts unchanged, and note whether one of them proves that a step was trained."""
+        self._has_trained = self._has_trained or any(map(_is_of_a_step, messages))
+        return messages
+
+    def require_imported(self, ended: Experiment) -> Experiment:
+        """Return the experiment, in which no trial runs any more.
+
+        Raises:
+            TrialFailed: this run of a search has trained nothing, since an import failed. No trial was given up: the
+                next run tries again those that were begun.
+        """
+        if self._unimportable:
+            raise TrialFailed(
+                "nothing was trained, since an import failed: make it work where the trials run, and start the search "
+                f"again under the same name. The first to fail was {self._unimportable}"
+            )
+        return ended
 
     def failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
-        """Log the failure of an attempt, and retry the trial or give it up.
+        """Retry the trial of a failed attempt, which is logged, or give it up.
 
         Raises:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed by this error, and the budget of machine
@@ -51,10 +77,13 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
-        if not trial.apart:
-            self._log.warning("attempt %d: %s: %s", trial.attempt, cause, trial.reason)
-        elif not (self._stopping.ends and cause is Cause.PREEMPTED):
-            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
+        if cause is Cause.IMPORT and trial.apart and not self._has_trained:
+            self._unimportable = self._unimportable or f"trial {trial.trial}: {first_line(trial.reason)}"
+            self._stopping.ends = True
+            return
+        if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
+            name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
+            self._log.warning("%sattempt %d failed (%s), and is tried again: %s", name, trial.attempt, cause, why)
         self.retry_or_give_up(trial.trial, cause)
 
     def retry_or_give_up(self, trial: str, cause: Cause) -> None:
@@ -64,7 +93,8 @@ class FailureHandler:
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                self._log.error("%sa checkpoint is quarantined: %s", f"trial {trial}: " if state.apart else "", reason)
+                name = f"trial {trial}: " if state.apart else ""
+                self._log.error("%sa checkpoint is quarantined: %s", name, first_line(reason))
                 aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.put_aside[trial] = (aside,)
                 self._startable.append(trial)
@@ -95,7 +125,7 @@ class FailureHandler:
         before, had = self._lost.get(trial, (0, saved))
         count = 1 if saved > had else before + 1
         self._lost[trial] = (count, saved)
-        self._log.warning("trial %s: attempt lost: %s", trial, why)
+        self._log.warning("trial %s: attempt lost: %s", trial, first_line(why))
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
@@ -107,4 +137,12 @@ class FailureHandler:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""
         self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
         if self._limits.options.fail_fast:
-            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")
+            why = first_line(message)
+            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {why}")
+
+
+def _is_of_a_step(message: Message) -> bool:
+    """A local attempt sends each step; a remote one, the entries of its journal."""
+    if isinstance(message, EntryWritten):
+        return any(isinstance(each, Reported | Committed) for each in message.events)
+    return isinstance(message, StepReported)

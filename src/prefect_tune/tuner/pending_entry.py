@@ -14,6 +14,9 @@ from prefect_tune.tuner.policy import SearchPolicy
 
 __all__ = ["PendingEntry"]
 
+_STATUS_DELAY = timedelta(seconds=2)
+"""How long a changed status of a trial waits at most: long enough for the starts of all slots to share an entry."""
+
 
 class PendingEntry:
     """The state of the experiment with its unwritten events, and the actions that wait for their write."""
@@ -30,6 +33,7 @@ class PendingEntry:
         self._then: list[Callable[[], None]] = []
         self._is_asked_after = False
         self._synced_at = time.monotonic()
+        self._status_changed_at: float | None = None  # the first change that is not written yet
 
     @property
     def is_awaited(self) -> bool:
@@ -42,6 +46,8 @@ class PendingEntry:
         self.state = after_event(self.state, event, self._journal_writer.experiment.number + 1)
         # The sender of a stop request looks in the journal for the answer, and then for the end.
         self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
+        if self._status_changed_at is None and _changes_status(event, earlier, self.state):
+            self._status_changed_at = time.monotonic()
         self._unwritten.append(event)
         self._listener.happened(event, self.state)
         if self.state.happened > before:
@@ -75,17 +81,30 @@ class PendingEntry:
 
         Args:
             may_wait: whether events that no action and no stop request waits for may stay unwritten until
-                `sync_period` has passed since the last write.
+                `sync_period` has passed since the last write, or 2 s since a trial's status changed.
         """
         is_awaited = self._then or self._is_asked_after
-        waits = may_wait and not is_awaited and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
-        if self._unwritten and not waits:
+        if self._unwritten and (is_awaited or not may_wait or self._is_due()):
             self._journal_writer.write(self._unwritten)
             self.state, self._unwritten = self._journal_writer.experiment, []
             self._is_asked_after = False
+            self._status_changed_at = None
             self._listener.wrote(self.state)
             self._synced_at = time.monotonic()
         acts, self._then = self._then, []
         for act in acts:
             act()
         return self._journal_writer.experiment
+
+    def _is_due(self) -> bool:
+        now, changed_at = time.monotonic(), self._status_changed_at
+        if changed_at is not None and now - changed_at >= _STATUS_DELAY.total_seconds():
+            return True
+        return now - self._synced_at >= self._sync_period.total_seconds()
+
+
+def _changes_status(event: Event, before: Experiment, after: Experiment) -> bool:
+    """Return whether a trial starts, ends or changes its status otherwise: readers of the journal wait for that."""
+    name = str(getattr(event, "trial", ""))
+    earlier, now = before.trials.get(name), after.trials.get(name)
+    return now is not None and (earlier is None or earlier.status is not now.status)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from prefect_tune.core.events.experiment_events import Lesson
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallies, Tally
-from prefect_tune.core.experiment.trial_transitions import Happening, Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
@@ -38,7 +38,7 @@ def standing_decision(trial: Trial) -> Happening | None:
     """
     last = trial.past[-1] if trial.past else None
     stands = last is not None and isinstance(last.decision, Stop | Pause)
-    return last if stands and trial.status in (Status.PENDING, Status.RUNNING) else None
+    return last if stands and trial.phase in (Phase.PENDING, Phase.RUNNING) else None
 
 
 class SearchPolicy:

@@ -15,15 +15,17 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, SearchFailed
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
+from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
@@ -46,8 +48,9 @@ from prefect_tune.parameters.resume_mode import read_known, require_presence
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.prefect_api.call_path import call_path
+from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
+from prefect_tune.prefect_api.returned_failure import failed_by
 from prefect_tune.results.results import Results
-from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -57,11 +60,13 @@ from prefect_tune.suspension.answers import unjournaled
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, say_what_is_resumable
+from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.opening_summary import log_opening
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
@@ -69,16 +74,34 @@ from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_nam
 __all__ = ["begun", "searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
-_LOOK_FOR_REQUESTS = timedelta(seconds=5)
 
 
 def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
-    """Run a search within a flow run; a `known` journal is not read again. Raises what `tune` raises."""
-    turn: Turn | None = first_search_turn(plan, known)
-    while turn is not None:
-        results = _searched(turn)
-        turn = next_turn(turn, QUESTION, results.experiment)
-    return results
+    """Run a search within a flow run; a `known` journal is not read again. Raises what `tune` raises.
+
+    The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
+    """
+    with quiet_inner_tasks():
+        turn: Turn | None = first_search_turn(plan, known)
+        while turn is not None:
+            results = _searched(turn)
+            turn = next_turn(turn, QUESTION, results.experiment)
+    error = _failure_of(results)
+    return results if error is None else failed_by(error, Results)
+
+
+def _failure_of(results: Results) -> SearchFailed | None:
+    """Return the error of a search that has trials, of which every one errored."""
+    if not results.trials or len(results.errors) < len(results.trials):
+        return None
+    (first, why), name = next(iter(results.errors.items())), results.experiment.name
+    count = len(results.errors)
+    errored = "its only trial errored" if count == 1 else f"all {count} trials errored; the first, {first}"
+    return SearchFailed(
+        f"experiment {name!r}: {errored}: {first_line(why)}. All errors: prefect-tune show {results.target.uri} "
+        f"{name}. Remove the cause, then run the search again with rerun_errored=True",
+        results,
+    )
 
 
 def _searched(turn: Turn) -> Results:
@@ -89,7 +112,7 @@ def _searched(turn: Turn) -> Results:
     policy = _policy(plan)
     opening, slots = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots)
-    subscribers = _subscribers(plan)
+    subscribers = _subscribers(plan, slots)
     known = require_presence(plan.target, name, plan.resume, turn.known)
     seen = turn.known.experiment if turn.known is not None else turn.state
     learned = new_lessons(source_names(plan.warm_start or ()), plan.target, name, seen)
@@ -108,9 +131,10 @@ def _searched(turn: Turn) -> Results:
             # Another run may have added samples between the reading and the opening.
             asks = policy if now.num_samples == plan.num_samples else _policy(now)
             _learn(asks, journal_writer)
-            log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, spec.sync.sync_period))
+            log = get_run_logger()
+            log_opening(now, state, slots, _where(plan), log)
             with (
-                StopRequestPoller(plan.target, name, len(state.heard), look_every, stop) as stop_requests,
+                StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, stop, log) as listener,
             ):
                 driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)
@@ -158,15 +182,16 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
     )
 
 
-def _subscribers(plan: SearchPlan) -> Subscribers:
+def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
     stopper, target, objective = plan.stopper, plan.target, plan.objective
-    sync_period = (plan.sync or SyncConfig()).sync_period
+    sync = plan.sync or SyncConfig()
     outlook = SearchEstimate(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
         step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
+        slot_count=slots.count,
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
     place = ExperimentAddress(target.uri, plan.experiment)
@@ -176,7 +201,8 @@ def _subscribers(plan: SearchPlan) -> Subscribers:
         callbacks_for(plan.callbacks),
         outlook,
         in_terminal=plan.isolation == "process",  # with threads, a debugger may use the terminal
-        news=EventContext(place, objective, budgets, sync_period, this_run()),
+        news=EventContext(place, objective, budgets, sync.sync_period, this_run()),
+        live_period=sync.live_period,
     )
 
 
@@ -220,7 +246,15 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
     if (runner := _runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
+    require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
     return _local_executor(spec, slots := slots_here(plan)), slots
+
+
+def _where(plan: SearchPlan) -> str:
+    if plan.trials == "deployment":
+        return f"as runs of the deployment {plan.trial_deployment!r}"
+    runner = _runner_elsewhere()
+    return "on this machine" if runner is None else f"by the {type(runner).__name__}"
 
 
 def _runner_elsewhere() -> TaskRunner[Any] | None:

@@ -14,25 +14,29 @@ from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
+from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.training_request import storable_config
-from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
+from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -42,6 +46,7 @@ from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
+from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -51,24 +56,31 @@ from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 __all__ = ["trained"]
 
 
-def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
+def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
 
     Returns:
-        its specification, and its state. Raises what `durable_trainable` raises.
+        its specification, and its state; the error of a trial whose budget is spent. Raises what
+        `durable_trainable` raises otherwise.
     """
+    with quiet_inner_tasks():
+        return _trained_in_turns(plan, config)
+
+
+def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
     stopper = _of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
+    require_importable(plan.trainable, plan.isolation, get_run_logger())
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:
         state = _trained(training, turn)
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
-    if trial.status is Status.ERRORED:
-        raise TrialFailed(f"{state.name}: {trial.reason}")
+    if trial.phase is Phase.ERRORED:
+        return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     _say_what_is_not_saved(trial)
     return spec, trial
 
@@ -93,7 +105,7 @@ class _TrainingPlan:
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
         trial = state.trials.get(ONLY_TRIAL)
-        return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.spec, trial, self.stopper)
+        return trial is not None and trial.phase is Phase.FINISHED and has_had_enough(self.spec, trial, self.stopper)
 
 
 def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
@@ -139,8 +151,9 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
-    observers = ObserverGroup([emitter, reporter])
-    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
+    live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
+    observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live])
+    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), live:
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))
@@ -185,7 +198,7 @@ def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experi
 
 
 def _is_finished(state: Experiment) -> bool:
-    return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).status is Status.FINISHED
+    return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).phase is Phase.FINISHED
 
 
 def _events_of(spec: TrialSpec) -> EventContext:
@@ -212,7 +225,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
 def _say_what_is_not_saved(trial: Trial) -> None:
     newest = newest_checkpoint(trial)
     saved = newest.step if newest else 0
-    if trial.status is Status.FINISHED and saved < trial.step:
+    if trial.phase is Phase.FINISHED and saved < trial.step:
         get_run_logger().warning(
             "the newest checkpoint is of step %d; the %d steps after it were reported, but not saved",
             saved,

@@ -15,17 +15,19 @@ from typing import Literal, TypeVar
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status
+from prefect_tune.core.experiment.summary import trial_named
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, is_journaled, is_lost
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
+from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import results_path
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.task_retries import with_retries
 
 __all__ = ["StopOutcome", "stop"]
 
@@ -56,17 +58,17 @@ def stop(
 ) -> StopOutcome:
     """Have a running search, or one trial of it, save and end; wait until it has ended.
 
-    A stopped trial saves a checkpoint and is finished: no larger budget continues it. A stopped experiment can be
-    resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
+    A stopped trial saves a checkpoint and ends, `interrupted`: no larger budget continues it. A stopped experiment
+    can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
     requests every few seconds, and journals each one before it acts on it.
 
-    If no run is active, the trial is finished when the experiment is opened next, before any trial starts. A stop of
+    If no run is active, the trial is ended when the experiment is opened next, before any trial starts. A stop of
     the whole experiment then has no effect: it never stops a run that begins later.
 
     Args:
         experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        trial: stop only this trial.
+        trial: stop only this trial; its number without zeros is enough.
         reason: stored in the journal.
         wait_seconds: how long to wait for the acknowledgement and for the end; 0 sends the request only.
 
@@ -128,12 +130,13 @@ class _Asking:
         """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
         if state.settings.get("trials") != "deployment":
             return
-        said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
+        leave = Leave(reason=self._reason, save=True, for_good=True, end="interrupted")
+        said = leave if self._trial else StopAndSave()
         for name in [self._trial] if self._trial else list(state.trials):
             key = TrialKey(experiment=self._name, trial=name)
-            if name not in self._sent_to and state.trial(name).status not in ENDED:
+            if name not in self._sent_to and state.trial(name).phase not in ENDED:
                 own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
-                if own is not None and own.status is Status.RUNNING:
+                if own is not None and own.phase is Phase.RUNNING:
                     self._on_store(partial(_answer, key, own.attempt, said))
                     self._sent_to.add(name)
 
@@ -157,13 +160,13 @@ class _Asking:
     def _checked(self, state: Experiment) -> Experiment:
         where = f"experiment {self._name!r} at {self._target.uri}"
         if not state.number:
-            raise InvalidInput(f"there is no {where}")
+            raise InvalidInput(self._on_store(lambda store: no_experiment(store, self._name, self._target.uri)))
         if not state.settings:
             raise InvalidInput(
                 f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
             )
-        if self._trial is not None and self._trial not in state.trials:
-            raise InvalidInput(f"{where}: there is no trial {self._trial!r} among its {len(state.trials)}")
+        if self._trial is not None:
+            self._trial = trial_named(state, self._trial).trial
         return state
 
     def _ended(self, state: Experiment) -> str | None:
@@ -171,7 +174,7 @@ class _Asking:
         if self._trial is None:
             over = f"experiment {self._name!r} has ended, with all of its {len(state.trials)} trials"
             return over if self._is_over(state) else None
-        if (trial := state.trial(self._trial)).status not in ENDED:
+        if (trial := state.trial(self._trial)).phase not in ENDED:
             return None
         return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
 
@@ -180,7 +183,7 @@ class _Asking:
 
         If only all trials have ended, the next one may be about to be proposed.
         """
-        if any(each.status not in ENDED for each in state.trials.values()):
+        if any(each.phase not in ENDED for each in state.trials.values()):
             return False
         path = results_path(self._name, "trials", state.number)
         return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
@@ -192,13 +195,13 @@ class _Asking:
             ended = self._ended(state)
             waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
-        running = sum(each.status is Status.RUNNING for each in state.trials.values())
+        running = sum(each.phase is Phase.RUNNING for each in state.trials.values())
         if running and state.epoch == request.epoch:
             return StopOutcome("stopping", f"{running} trials are stopping: they save", state)
         if running:
             message = f"the run with the request has ended; another one has started, by {state.owner}"
             return StopOutcome("stopped", message, state)
-        resumable = sum(each.status not in ENDED for each in state.trials.values())
+        resumable = sum(each.phase not in ENDED for each in state.trials.values())
         message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", message, state)
 
@@ -207,7 +210,7 @@ class _Asking:
         if self._sent_to:
             owner = f"{owner}; {len(self._sent_to)} attempts got the request directly"
         if self._trial is not None:
-            later = f"trial {self._trial} will be finished when the experiment is opened next"
+            later = f"trial {self._trial} will be ended when the experiment is opened next"
             return StopOutcome("unanswered", f"{owner}: {later}", state)
         if state.epoch != request.epoch:
             return StopOutcome(

@@ -79,7 +79,8 @@ class Stopping:
 
     def tell(self, trial: str) -> None:
         """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
-        leave = Leave(reason=self._pending_entry.state.stops[trial], save=True, for_good=True)
+        reason = self._pending_entry.state.stops[trial]
+        leave = Leave(reason=reason, save=True, for_good=True, end="interrupted")
         self._pending_entry.then(lambda: self._executor.answer(trial, leave))
 
     def _handle(self, asked: StopAsked) -> None:

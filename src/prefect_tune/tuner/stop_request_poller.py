@@ -17,15 +17,17 @@ from prefect_tune.core.messages.stop_requests import StopRequest, delete_journal
 
 __all__ = ["StopRequestPoller"]
 
+_SHORTEST_PERIOD, _LONGEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
 _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
 
 
 class StopRequestPoller:
-    """Reads the requests after number `journaled_count`, with one GET per `look_every`; deletes acknowledged ones.
+    """Reads the requests after number `journaled_count`; deletes acknowledged ones.
 
-    Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target
-    does not answer or refuses, requests are read later; the first such error is logged.
+    It looks with one GET per `sync_period`, at least every 5 s and at most every 0.5 s. Entering it reads the requests
+    that are there already, so that no trial starts that was to stop. While the target does not answer or refuses,
+    requests are read later; the first such error is logged.
     """
 
     def __init__(
@@ -33,14 +35,14 @@ class StopRequestPoller:
         target: StorageTarget,
         experiment: str,
         journaled_count: int,
-        look_every: timedelta,
+        sync_period: timedelta,
         interrupted: threading.Event,
     ) -> None:
         self._target = target
         self._experiment = experiment
         self._read_count = journaled_count
         self._journaled_count = journaled_count
-        self._look_every = look_every
+        self._period = min(_LONGEST_PERIOD, max(_SHORTEST_PERIOD, sync_period))
         self._interrupted = interrupted
         self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -75,7 +77,7 @@ class StopRequestPoller:
 
     def _watch(self) -> None:
         deleted_count = 0
-        while not self._closed.wait(self._look_every.total_seconds()):
+        while not self._closed.wait(self._period.total_seconds()):
             self._look()
             deleted_count = self._forget(deleted_count)
         self._forget(deleted_count)

@@ -10,13 +10,14 @@ from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.events.experiment_events import Learned, Lesson
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.models import StepReport, canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.parameters.resume_mode import read_or_fail
-from prefect_tune.retry_policy import with_retries
 from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.task_retries import with_retries
+from prefect_tune.tasks.experiment_state import no_experiment_at
 
 __all__ = ["lessons_known", "new_lessons", "source_names"]
 
@@ -71,7 +72,7 @@ def new_lessons(
                 raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
             state = read_or_fail(where, experiment)
             if not state.number:
-                raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
+                raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
             found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
     return found
 
@@ -97,7 +98,7 @@ def _learned_in(journal_writer: JournalWriter, number: int) -> Iterator[Learned]
 
 def _lessons(state: Experiment) -> Iterator[Lesson]:
     for trial in state.trials.values():
-        if trial.status is Status.FINISHED and trial.step:
+        if trial.phase is Phase.FINISHED and trial.step:
             yield _lesson(trial)
 
 

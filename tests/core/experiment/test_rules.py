@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Cause,
@@ -23,6 +22,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment_stoppers import TimeBudget
 from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,

@@ -36,7 +36,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
 )
 from prefect_tune.core.experiment.trial_transitions import (
-    Status,
+    Phase,
     Trial,
     after,
     is_held,
@@ -49,7 +49,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 
-PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Status
+PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
 BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
 
@@ -110,7 +110,7 @@ LEGAL = {
     (PAUSED, "cloned"): PAUSED,
     **{
         (status, event): status
-        for status in Status
+        for status in Phase
         for event in (
             *("retired", "quarantined", "put-aside", "reinstated", "pruned", "pinned", "decided", "claimed"),
             *("released", "inherited", "rebased"),
@@ -120,15 +120,15 @@ LEGAL = {
 }
 
 
-def of(status: Status, **changes: object) -> Trial:
-    return BASE.model_copy(update={"status": status, **changes})
+def of(status: Phase, **changes: object) -> Trial:
+    return BASE.model_copy(update={"phase": status, **changes})
 
 
 @pytest.mark.parametrize("name", EVENTS)
-@pytest.mark.parametrize("status", Status)
-def test_every_pair_of_status_and_event_is_legal_or_refused(status: Status, name: str) -> None:
+@pytest.mark.parametrize("status", Phase)
+def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name: str) -> None:
     if (status, name) in LEGAL:
-        assert after(of(status), EVENTS[name], 9).status is LEGAL[status, name]
+        assert after(of(status), EVENTS[name], 9).phase is LEGAL[status, name]
     else:
         with pytest.raises(IllegalTransition, match=f"{status}.*'{name}'"):
             after(of(status), EVENTS[name], 9)
@@ -285,7 +285,7 @@ def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> N
     assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
     assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
     started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8), 10)
-    assert (started.status, started.step, started.wasted_steps) == (RUNNING, 2, 1)
+    assert (started.phase, started.step, started.wasted_steps) == (RUNNING, 2, 1)
 
 
 def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:

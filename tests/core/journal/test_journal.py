@@ -13,7 +13,6 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     Superseded,
 )
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Adopted,
     CheckpointRef,
@@ -25,6 +24,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.snapshots import write_due_segment

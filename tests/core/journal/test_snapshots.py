@@ -407,14 +407,14 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_segments() -
     order = list(state.trials)
     assert order != sorted(order)
     assert list(load(store).trials) == order
-    again = Experiment.model_validate_json(state.model_dump_json())
+    again = Experiment.model_validate_json(state.model_dump_json(by_alias=True))
     assert (again, list(again.trials)) == (state, order)
-    assert Experiment.model_validate(state.model_dump()) == state
+    assert Experiment.model_validate(state.model_dump(by_alias=True)) == state
 
 
 def test_an_experiment_that_was_read_from_json_writes_segments_that_hold_enough() -> None:
     store = MemoryStore()
-    state = Experiment.model_validate_json(run(store, 123).model_dump_json())
+    state = Experiment.model_validate_json(run(store, 123).model_dump_json(by_alias=True))
     while state.number < 205:
         state = next_state(store, state, ["t1"])
         write_due_segment(store, state)

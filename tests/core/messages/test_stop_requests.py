@@ -93,7 +93,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     ("asked", "why"),
     [
         (request(trial="nobody"), "there is no trial 'nobody'"),
-        (request(trial="a"), "trial 'a' is finished already"),
+        (request(trial="a"), "trial 'a' is completed already"),
         (request("before", trial="b"), "it was journaled before"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
-from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
+from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
 
 T = "00000"
 MINUTE = 60.0

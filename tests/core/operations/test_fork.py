@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
 from prefect_tune.core.events.experiment_events import ForkBegun, Owner, StopAsked
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import as_of, load
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork import Fork, begin_fork, deleted_since, fork, past_of
@@ -43,7 +43,7 @@ def known(trial: Trial) -> dict[str, object]:
     """What is known of a trial that does not say where its bytes lie."""
     elsewhere = {"checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
     checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
-    running = {"status": Status.PENDING} if trial.status is Status.RUNNING else {}
+    running = {"phase": Phase.PENDING} if trial.phase is Phase.RUNNING else {}
     return {**trial.model_dump(exclude=elsewhere), "checkpoints": checkpoints, **running}
 
 
@@ -71,10 +71,10 @@ def test_of_a_trial_that_goes_on_a_fork_has_what_had_been_absorbed() -> None:
     store = MemoryStore()
     search_of_three(store)
     trials = forked(store).experiment.trials
-    assert [(each.trial, each.status, each.step) for each in trials.values()] == [
-        ("a", Status.FINISHED, 3),
-        ("b", Status.PENDING, 2),
-        ("c", Status.PENDING, 0),
+    assert [(each.trial, each.phase, each.step) for each in trials.values()] == [
+        ("a", Phase.FINISHED, 3),
+        ("b", Phase.PENDING, 2),
+        ("c", Phase.PENDING, 0),
     ]
     assert own_state(store, "old", "b").step == 3
     assert own_state(store, "new", "b").step == 2

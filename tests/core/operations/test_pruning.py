@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Finished
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
@@ -68,7 +68,7 @@ def test_a_trial_that_somebody_may_have_is_not_pruned_whatever_the_experiment_kn
     if how == "was opened":
         reopened(scene)
     elif how == "goes on":
-        known = known.model_copy(update={"status": Status.PENDING})
+        known = known.model_copy(update={"phase": Phase.PENDING})
     elif how == "was opened meanwhile":
         store = Hooked(scene.store, lambda: reopened(scene))
     entries = [path for path in scene.store.objects if "/journal/" in path]

@@ -19,7 +19,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, reused_from
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key, reused_from
 from prefect_tune.core.messages.process_messages import GoOn
 from prefect_tune.core.messages.trial_replies import answer
 from prefect_tune.core.operations import checkpoint_gc
@@ -109,7 +109,7 @@ def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
 def given_up_only_there(scene: Scene) -> Trial:
     """As the experiment's journal tells of it: it has taken in all that the trial's own said by then."""
     of = scene.members["s"]
-    update = {"apart": True, "status": Status.ERRORED, "absorbed": of.experiment.number}
+    update = {"apart": True, "phase": Phase.ERRORED, "absorbed": of.experiment.number}
     return of.trial.model_copy(update=update)
 
 

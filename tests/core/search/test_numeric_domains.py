@@ -231,8 +231,12 @@ def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
     ("make", "said"),
     [
         (lambda: uniform(1, 1), r"uniform\(1.0, 1.0\): expected low < high, since high is exclusive"),
-        (lambda: uniform(2, 1), "expected low < high"),
-        (lambda: quniform(2, 1, 0.5), "expected low <= high, found 2.0 and 1.0"),
+        (
+            lambda: uniform(2, 1),
+            r"uniform\(2.0, 1.0\): expected low < high, found low=2.0 and high=1.0; did you mean uniform",
+        ),
+        (lambda: loguniform(0.1, 1e-4), r"did you mean loguniform\(0.0001, 0.1\)\?$"),
+        (lambda: quniform(2, 1, 0.5), r"found low=2.0 and high=1.0; did you mean quniform\(1.0, 2.0, 0.5\)\?$"),
         (lambda: uniform("1e-4", 1), "expected a finite number for low, found '1e-4'; YAML reads 1e-4 as text"),
         (lambda: uniform(0, math.inf), "expected a finite number for high, found inf$"),
         (lambda: uniform(0, True), "expected a finite number for high, found True"),

@@ -12,17 +12,18 @@ from typing import Annotated
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
-from prefect_tune.cli.shared.open_target import opened, place_at
+from prefect_tune.cli.shared.open_target import opened, place_at, viewed
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.journal.journal import history
 from prefect_tune.reporting.facts import facts_of
-from prefect_tune.reporting.history import history_of, moment
+from prefect_tune.reporting.history import history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html as html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput, report_input_of
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.freshness import Freshness, freshness_of
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
@@ -44,7 +45,7 @@ def report(
     An .html file is self-contained, and light or dark as the reader's browser prefers.
     """
     form = _form_of(output, as_json=as_json)
-    written = _written(_material(target, experiment), as_json=as_json, as_html=form == "HTML")
+    written = _written(*_material(target, experiment), as_json=as_json, as_html=form == "HTML")
     if output is None:
         print(written, end="")
         return
@@ -65,20 +66,27 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     return forms[ending]
 
 
-def _written(found: ReportInput, *, as_json: bool, as_html: bool) -> str:
+def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool) -> str:
     from prefect_tune.monitoring.live_report import link_to
 
     if as_json:
-        return json.dumps(asdict(facts_of(found, link_to)), indent=2, default=str) + "\n"
+        return json.dumps({**asdict(facts_of(found, link_to)), **fresh.fields()}, indent=2, default=str) + "\n"
     page = page_of(found, link_to)
     return html(page) if as_html else as_markdown(page)
 
 
-def _material(target: str, experiment: str) -> ReportInput:
-    with opened(target, experiment) as (store, state), transfer_pool() as transfers:
+def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
+    with opened(target, experiment) as (store, loaded), transfer_pool() as transfers:
+        view = viewed(store, loaded)
         entries = history(store, experiment, side_by_side=transfers)
+    state = view.experiment
     objective = objective_in(state.settings)
     metrics = objective.metrics if objective else ()
     found = history_of((each for each in entries if each.number <= state.number), metrics)
-    now = max((moment(each.at) for each in entries), default=datetime.now(UTC))
-    return report_input_of(state, found.view, uri=place_at(target).uri, now=now)
+    for name in state.trials:
+        if (attempt := view.running(name)) and attempt.report:
+            found.add_report(name, attempt.report)
+    fresh = freshness_of(view, datetime.now(UTC))
+    now = fresh.as_of or datetime.now(UTC)
+    age = fresh.words("before this page was drawn") if fresh.is_running else ""
+    return report_input_of(state, found.view, uri=place_at(target).uri, now=now, age=age), fresh

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.open_target import chosen_trials, opened, viewed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
 from prefect_tune.core.models import first_line
 from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
+from prefect_tune.terminal.freshness import format_moment, freshness_of
 from prefect_tune.terminal.trials_table import trials_table
 
 _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
+_TIMES = ("attempt_began_at", "reported_at")
 
 
 @command
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
-    with opened(target, experiment) as (_, state):
-        pass
+    with opened(target, experiment) as (store, state):
+        view = viewed(store, state)
     if is_search(state) and trial is None:
-        show_search(state, as_json=as_json)
+        show_search(view, as_json=as_json)
         return
-    about = {"experiment": state.name, "epoch": state.epoch, "owner": str(state.owner or "")}
-    found = [about | _facts(each) for each in chosen_trials(state, trial)] or [about]
+    state, now = view.experiment, datetime.now(UTC)
+    about: dict[str, object] = {"experiment": state.name, "epoch": state.epoch, "owner": str(state.owner or "")}
+    chosen = next(iter(chosen_trials(state, trial)), None)
+    facts = _facts(view, chosen) if chosen is not None else {}
+    fresh = freshness_of(view, now)
     if as_json:
-        print(json.dumps(found[0], indent=2))
+        print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
-        print_parts(facts_table(found[0]))
+        print_parts(facts_table({**about, "as of": fresh.words(), **_readable(facts, now)}))
 
 
-def show_search(state: Experiment, *, as_json: bool) -> None:
+def show_search(view: ExperimentView, *, as_json: bool) -> None:
     """Print a search: its settings, and its trials, the best one first."""
+    state, now = view.experiment, datetime.now(UTC)
+    fresh = freshness_of(view, now)
     objective = objective_in(state.settings)
     trials = best_first(list(state.trials.values()), objective)
     about = {
@@ -47,18 +56,43 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         "owner": str(state.owner or ""),
     }
     if as_json:
-        shown = about | {"settings": shown_settings(state.settings), "trials": [_facts(each) for each in trials]}
+        facts = [_facts(view, each) for each in trials]
+        shown = {**about, **fresh.fields(), "settings": shown_settings(state.settings), "trials": facts}
         print(json.dumps(shown, indent=2))
         return
-    metrics = objective.metrics if objective else ()
-    print_parts(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
+    metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
+    table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now))
+    print_parts(facts_table({**_head(state, about), "as of": fresh.words()}), "", table)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     _show_errors(trials)
 
 
+def _readable(facts: Mapping[str, object], now: datetime) -> Mapping[str, object]:
+    """Return the facts of a trial with the ages of its times, and without those that only a running trial has."""
+    times = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
+    return {name: times.get(name, value) for name, value in facts.items() if value is not None}
+
+
+def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:
+    """Return the columns that only running trials fill; none if none of them runs."""
+    attempts = [view.running(each.trial) for each in trials]
+    if not any(attempts):
+        return {}
+    return {
+        "host": [(each.host or "") if each else "" for each in attempts],
+        "last report": [_last_report(each, now) if each else "" for each in attempts],
+    }
+
+
+def _last_report(attempt: RunningTrial, now: datetime) -> str:
+    if attempt.report is None:
+        return f"none yet; began {format_moment(attempt.began_at, now)}" if attempt.began_at else "none yet"
+    return format_moment(attempt.reported_at, now)
+
+
 def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object]:
-    """The lines above the table of trials."""
+    """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
     by = zip(objective.metrics, objective.modes, strict=True) if objective else ()
     return {
@@ -80,7 +114,8 @@ def _show_errors(trials: Sequence[Trial]) -> None:
         print_parts(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
 
 
-def _facts(trial: Trial) -> dict[str, object]:
+def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
+    attempt = view.running(trial.trial)
     return {
         "trial": trial.trial,
         "status": str(trial.status),
@@ -90,6 +125,9 @@ def _facts(trial: Trial) -> dict[str, object]:
         "checkpoints": [each.step for each in trial.checkpoints],
         "quarantined": len(trial.quarantined),
         "attempts": trial.attempt,
+        "host": attempt.host if attempt else None,
+        "attempt_began_at": attempt.began_at if attempt else None,
+        "reported_at": attempt.reported_at if attempt else None,
         "wasted_steps": trial.wasted_steps,
         "trained_seconds": trial.trained_seconds,
         "config": dict(trial.config),

@@ -17,6 +17,7 @@ from prefect_tune.cli.shared.option_parsing import object_from, values_from
 from prefect_tune.core.errors import TuneError
 
 if TYPE_CHECKING:
+    from prefect_tune.deploy.apply_automations import Installed
     from prefect_tune.deploy.apply_deployments import Deployed
     from prefect_tune.deploy.deployment_specs import DeploymentSchedule, DeploymentSpec
 
@@ -53,8 +54,9 @@ def deploy(
     ] = _Collision.CANCEL_NEW,
     automations: Annotated[
         bool,
-        typer.Option("--automations/--no-automations", help="Install automations: restart crashed runs, six alerts."),
+        typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too."),
     ] = True,
+    notify: Annotated[str | None, asks("--notify", "BLOCK", "Where alerts go, as slack-webhook/NAME.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Deploy every FLOW, or those named, to a work pool of any kind; with --name, one for one experiment.
@@ -70,6 +72,8 @@ def deploy(
 
     if not work_pool:
         raise WrongUsage("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
+    if notify is not None and not automations:
+        raise WrongUsage(f"--notify {notify}: alerts are automations; leave out --no-automations")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
     asked = {**_given(params), **(values_from(param or (), "--param") or {})}
     schedules = _schedules(cron or (), every_seconds, time_zone)
@@ -80,7 +84,7 @@ def deploy(
         wanted = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
     done = deploy(wanted, Pool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
-        installed = _automations() if automations else []
+        installed = _automations(notify) if automations else []
     except TuneError as error:
         _say(done, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments are made: --no-automations skips the automations") from error
@@ -135,15 +139,16 @@ def _of_one(
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
 
 
-def _automations() -> Sequence[str]:
-    from prefect_tune.deploy.apply_automations import install_automations
+def _automations(notify: str | None) -> Sequence[Installed]:
+    from prefect_tune.deploy.apply_automations import apply_automations
 
-    return install_automations()
+    return apply_automations(notify=notify, without_action="leave out")
 
 
-def _say(done: Sequence[Deployed], installed: Sequence[str], pool: str, *, as_json: bool) -> None:
+def _say(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"deployments": [asdict(each) for each in done], "automations": list(installed)}, indent=2))
+        names = [each.name for each in installed]
+        print(json.dumps({"deployments": [asdict(each) for each in done], "automations": names}, indent=2))
         return
     width = max(len(each.name) for each in done)
     for each in done:
@@ -151,5 +156,7 @@ def _say(done: Sequence[Deployed], installed: Sequence[str], pool: str, *, as_js
         for schedule in each.schedules:
             print(f"         runs at {schedule}")
     for automation in installed:
-        print(f"automation  {automation}")
+        print(f"automation  {'on ' if automation.enabled else 'off'}  {automation.name}")
+    if installed and not any(each.is_alert and each.acts for each in installed):
+        print("no alert is sent: --notify slack-webhook/NAME installs them")
     print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

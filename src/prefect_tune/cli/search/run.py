@@ -35,13 +35,14 @@ def run(
       --scheduler '{"ASHA": {"max_t": 100}}'
     """
     space = space_from(options.pop("space"), options.pop("settings") or ())
-    parameters = {"trainable": trainable, "target": target, "experiment": experiment, **parameters_from(options)}
+    named = {"trainable": trainable, "target": target, "experiment": experiment}
+    parameters = {"space": space, **named, **parameters_from(options)}
     again = resume_command(target, experiment, trainable)
-    search_in_this_process(lambda: _tuned(space, checked(parameters)), again, as_json=as_json)
+    search_in_this_process(lambda: _tuned(checked(parameters)), again, as_json=as_json)
 
 
-def _tuned(space: dict[str, Any], parameters: Mapping[str, Any]) -> Results:
+def _tuned(parameters: Mapping[str, Any]) -> Results:
     from prefect_tune.flows.tune import tune
 
-    found: Results = tune(space=space, **parameters)
+    found: Results = tune(**parameters)
     return found

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
     from prefect_tune.core.experiment.experiment import Experiment
     from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.messages.live_status import ExperimentView
     from prefect_tune.core.storage.object_store import ObjectStore
 
 _TIMEOUT = timedelta(minutes=30)
@@ -40,26 +41,25 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
         InvalidInput: there is no experiment of this name.
     """
     from prefect_tune.core.journal.journal import load
+    from prefect_tune.core.storage.experiment_listing import no_experiment
     from prefect_tune.stores.local.staging import transfer_pool
 
     with looked_at(target) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if not state.number:
-            raise InvalidInput(f"{place_at(target).uri}: there is no experiment {experiment!r}")
+            raise InvalidInput(no_experiment(store, experiment, place_at(target).uri))
         yield store, state
 
 
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial named `trial`, or all trials if it is None.
+    """Return the trial that `trial` names (see `trial_named`), or all trials if it is None.
 
     Raises:
         InvalidInput: there is no trial of this name.
     """
-    if trial is None:
-        return list(state.trials.values())
-    if trial not in state.trials:
-        raise InvalidInput(f"experiment {state.name!r}: there is no trial {trial!r} among its {len(state.trials)}")
-    return [state.trials[trial]]
+    from prefect_tune.core.experiment.summary import trial_named
+
+    return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
 
 
 def written_at(store: ObjectStore, state: Experiment) -> str:
@@ -68,3 +68,10 @@ def written_at(store: ObjectStore, state: Experiment) -> str:
 
     last = next_entry(store, state.key, state.number - 1)
     return last.at if last else ""
+
+
+def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
+    """Return the experiment with the newest reports of its running trials, and the time of that."""
+    from prefect_tune.core.messages.live_status import view_of
+
+    return view_of(store, state, written_at(store, state))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.cli.shared.app import WrongUsage
+from prefect_tune.core.did_you_mean import did_you_mean
 
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -91,7 +92,7 @@ def _value(text: str, setting: str) -> Any:
         return _plain(text)
     name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
-        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{_QUOTED}")
+        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{did_you_mean(name, _DOMAINS)}{_QUOTED}")
     is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 

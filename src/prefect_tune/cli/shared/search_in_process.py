@@ -7,14 +7,16 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from prefect_tune.cli.look.show import show_search
 from prefect_tune.cli.shared.app import WrongUsage
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
+from prefect_tune.core.messages.live_status import ExperimentView
 
 if TYPE_CHECKING:
     from prefect_tune.results.results import Results
@@ -24,16 +26,24 @@ _INTERRUPTED = 130
 
 
 def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the trainable, scheduler, search and stop before a server is used; return `parameters` unchanged.
+    """Check the trainable, space, scheduler, search and stop before a server is used; return `parameters` unchanged.
 
     Raises:
         WrongUsage: one of them is not valid.
     """
+    from prefect_tune.executors.import_check import require_importable
     from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
+    from prefect_tune.parameters.search_plan import space_of
     from prefect_tune.parameters.training_request import stopper_for, valid_trainable
 
+    def importable(trainable: str) -> None:
+        valid_trainable(trainable)
+        if parameters.get("trials") != "deployment":
+            require_importable(trainable, parameters.get("isolation", "process"), logging.getLogger(__name__))
+
     checks: Mapping[str, Callable[[Any], object]] = {
-        "trainable": valid_trainable,
+        "trainable": importable,
+        "space": space_of,
         "scheduler": scheduler_from,
         "search": lambda given: with_samples(search_from(given), parameters.get("num_samples")),
         "stop": stopper_for,
@@ -57,10 +67,18 @@ def search_in_this_process(search: Callable[[], Results], again: str, *, as_json
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
     with _short_errors(again):
-        results = search()
-    show_search(results.experiment, as_json=as_json)
+        results = _results_of(search)
+    show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if results.errors:
         raise typer.Exit(_SOME_ERRORED)
+
+
+def _results_of(search: Callable[[], Results]) -> Results:
+    """Return the results also of a search in which every trial errored: they show the errors."""
+    try:
+        return search()
+    except SearchFailed as failed:
+        return cast("Results", failed.results)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import TypeVar, assert_never
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Adopted,
@@ -33,12 +32,13 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.snapshot_levels import boundaries, is_boundary
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     Happening,
-    Status,
+    Phase,
     Trial,
     after,
     is_overtaken,
@@ -256,7 +256,7 @@ def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
         return experiment
     if event.trial is None:
         return experiment.model_copy(update={"ends": event.reason})
-    if _known(experiment, event.trial).status in ENDED:
+    if _known(experiment, event.trial).phase in ENDED:
         raise IllegalTransition(f"trial {event.trial!r} has ended: it cannot be asked to stop")
     return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
 
@@ -324,15 +324,15 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             happening = Happening(order=order, what="decided", report=report, decision=decision)
         case Resumed():
             happening = Happening(order=order, what="resumed")
-        case Requeued() if before.status in ENDED:
+        case Requeued() if before.phase in ENDED:
             happening = Happening(order=order, what="added")
-        case _ if now.status in ENDED and before.status not in ENDED:
+        case _ if now.phase in ENDED and before.phase not in ENDED:
             last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
             happening = Happening(
                 order=order,
                 what="ended",
                 report=last if now.step else None,
-                failed=now.status is Status.ERRORED,
+                failed=now.phase is Phase.ERRORED,
                 stopped=now.trial not in experiment.stops and _is_stopped(now),
             )
         case Committed():
@@ -351,7 +351,7 @@ def _is_stopped(ended: Trial) -> bool:
     """Return whether the scheduler ended the trial early, or it was ended while it was paused."""
     match ended.past[-1].decision:
         case Pause() | Stop(early=True):
-            return ended.status is Status.FINISHED and ended.left
+            return ended.phase is Phase.FINISHED and ended.left
         case _:
             return False
 
@@ -369,9 +369,9 @@ def _known(experiment: Experiment, trial: str) -> Trial:
 
 def _with(experiment: Experiment, trial: Trial) -> Experiment:
     changed: dict[str, object] = {"trials": experiment.trials.with_trial(trial)}
-    if trial.trial in experiment.stops and trial.status in ENDED:
+    if trial.trial in experiment.stops and trial.phase in ENDED:
         changed["stops"] = _but_for(trial.trial, experiment.stops)
-    if trial.trial in experiment.questions and trial.status in ENDED:
+    if trial.trial in experiment.questions and trial.phase in ENDED:
         changed["questions"] = _but_for(trial.trial, experiment.questions)
     return experiment.model_copy(update=changed)
 

@@ -110,11 +110,14 @@ def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
 
 
 def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
-    """Return whether the next run begins with a fresh machine budget for a waiting trial.
+    """Return whether the next run begins with fresh budgets for a waiting trial.
 
-    Not if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for
-    ever, and its search could never finish.
+    It does if the import of its trainable failed, which may be mended; and after too many machine failures, but not
+    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for ever,
+    and its search could never finish.
     """
+    if trial.cause is Cause.IMPORT:
+        return True
     return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
 
 

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
-__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in", "shown_settings"]
+__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in", "shown_settings", "trial_named"]
 
 
 _HAS_SECRETS = "trial_job_variables"
@@ -29,6 +30,21 @@ def counted(state: Experiment) -> Mapping[str, int]:
     """Return the number of trials by status, in the order of `Status`."""
     found = Counter(each.status for each in state.trials.values())
     return {str(status): found[status] for status in Status if found[status]}
+
+
+def trial_named(state: Experiment, given: str) -> Trial:
+    """Return the trial that a person names: by its name, or by its number alone, `8` for `00008`.
+
+    Raises:
+        InvalidInput: there is no such trial.
+    """
+    if given in state.trials:
+        return state.trials[given]
+    names = list(state.trials)
+    if same := [name for name in names if name.isdecimal() and given.isdecimal() and int(name) == int(given)]:
+        return state.trials[same[0]]
+    there = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
+    raise InvalidInput(f"experiment {state.name!r}: there is no trial {given!r} among its {len(names)}{there}")
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:

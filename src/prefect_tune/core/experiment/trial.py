@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
 
 from prefect_tune.core.events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
+from prefect_tune.core.experiment.trial_status import ENDED, Phase, Status, status_of
 from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -16,6 +16,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 __all__ = [
     "ENDED",
     "Happening",
+    "Phase",
     "Status",
     "Trial",
     "is_acceptable",
@@ -31,19 +32,6 @@ __all__ = [
     "reused_from",
     "with_report",
 ]
-
-
-class Status(StrEnum):
-    """The status of a trial."""
-
-    PENDING = "pending"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
-    ERRORED = "errored"
-
-
-ENDED = frozenset({Status.FINISHED, Status.ERRORED})
 
 
 class Happening(Value):
@@ -68,7 +56,8 @@ class Trial(Value):
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     apart: bool = False
     """Whether it has its own journal, whose entries the experiment's journal absorbs."""
-    status: Status = Status.PENDING
+    phase: Phase = Field(default=Phase.PENDING, alias="status")
+    """What can happen to it next. On a target its key is `status`: write JSON with `by_alias=True`."""
     attempt: int = 0
     step: int = 0
     """The newest step reported in the present history (without steps that were lost)."""
@@ -103,7 +92,7 @@ class Trial(Value):
     reason: str = ""
     """Why the trial ended, or why its last attempt did."""
     cause: Cause | None = None
-    """The cause of the last attempt's end."""
+    """The cause of the last attempt's end; None if that attempt paused."""
     returned: bool = False
     """Whether the trainable returned by itself."""
     left: bool = False
@@ -116,6 +105,11 @@ class Trial(Value):
     """An exploit that the scheduler has decided and the trial has not carried out yet."""
     past: tuple[Happening, ...] = ()
     """The happenings that are replayed to search and scheduler when the experiment is resumed, oldest first."""
+
+    @property
+    def status(self) -> Status:
+        """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
+        return status_of(self)
 
 
 def with_report(trial: Trial, report: StepReport | None) -> Trial:

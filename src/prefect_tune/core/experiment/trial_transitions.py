@@ -1,4 +1,4 @@
-"""Trial transitions: the table of legal status changes, and the pure function that applies an event to a trial."""
+"""Trial transitions: the table of legal changes of phase, and the pure function that applies an event to a trial."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.trial import (
     ENDED,
     Happening,
+    Phase,
     Status,
     Trial,
     is_acceptable,
@@ -59,6 +60,7 @@ __all__ = [
     "ENDED",
     "NEXT",
     "Happening",
+    "Phase",
     "Status",
     "Trial",
     "after",
@@ -77,30 +79,30 @@ __all__ = [
     "with_report",
 ]
 
-# The only place where statuses change. An event that is not here changes none.
-NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
-    (Status.PENDING, Started): Status.RUNNING,
-    (Status.RUNNING, AttemptEnded): Status.PENDING,
-    (Status.RUNNING, Finished): Status.FINISHED,
-    (Status.PENDING, Finished): Status.FINISHED,
-    (Status.RUNNING, GaveUp): Status.ERRORED,
-    (Status.PENDING, GaveUp): Status.ERRORED,
-    (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before its reports were found to be unusable
-    (Status.PAUSED, GaveUp): Status.ERRORED,  # it ended because they were found unusable
-    (Status.ERRORED, Requeued): Status.PENDING,
-    (Status.FINISHED, Requeued): Status.PENDING,
-    (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal records it before the trial's own
-    (Status.RUNNING, Paused): Status.PAUSED,
-    (Status.PAUSED, Resumed): Status.PENDING,
-    (Status.PAUSED, Started): Status.RUNNING,
-    (Status.PAUSED, Finished): Status.FINISHED,
+# The only place where phases change. An event that is not here changes none.
+NEXT: Mapping[tuple[Phase, type[OneTrialsEvent]], Phase] = {
+    (Phase.PENDING, Started): Phase.RUNNING,
+    (Phase.RUNNING, AttemptEnded): Phase.PENDING,
+    (Phase.RUNNING, Finished): Phase.FINISHED,
+    (Phase.PENDING, Finished): Phase.FINISHED,
+    (Phase.RUNNING, GaveUp): Phase.ERRORED,
+    (Phase.PENDING, GaveUp): Phase.ERRORED,
+    (Phase.FINISHED, GaveUp): Phase.ERRORED,  # it ended before its reports were found to be unusable
+    (Phase.PAUSED, GaveUp): Phase.ERRORED,  # it ended because they were found unusable
+    (Phase.ERRORED, Requeued): Phase.PENDING,
+    (Phase.FINISHED, Requeued): Phase.PENDING,
+    (Phase.PENDING, Requeued): Phase.PENDING,  # the experiment's journal records it before the trial's own
+    (Phase.RUNNING, Paused): Phase.PAUSED,
+    (Phase.PAUSED, Resumed): Phase.PENDING,
+    (Phase.PAUSED, Started): Phase.RUNNING,
+    (Phase.PAUSED, Finished): Phase.FINISHED,
     # The experiment's journal absorbs starts and ends after it has journaled its decisions.
-    (Status.PENDING, Paused): Status.PAUSED,
-    (Status.PENDING, Resumed): Status.PENDING,
-    (Status.RUNNING, Resumed): Status.RUNNING,
+    (Phase.PENDING, Paused): Phase.PAUSED,
+    (Phase.PENDING, Resumed): Phase.PENDING,
+    (Phase.RUNNING, Resumed): Phase.RUNNING,
     # In a fork no process trains it.
-    **{(status, Rebased): status for status in Status},
-    (Status.RUNNING, Rebased): Status.PENDING,
+    **{(phase, Rebased): phase for phase in Phase},
+    (Phase.RUNNING, Rebased): Phase.PENDING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _ONLY_WHILE_WAITING = (Cloned,)
@@ -117,7 +119,7 @@ _OfCheckpoints: TypeAlias = (
     | Claimed
     | Released
 )
-_CHANGES_STATUS = frozenset(event for _, event in NEXT)
+_CHANGES_PHASE = frozenset(event for _, event in NEXT)
 
 
 def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
@@ -135,20 +137,20 @@ def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
     """Return the trial after `event`, which is in the journal's entry `number`.
 
     Raises:
-        IllegalTransition: the event cannot happen to a trial in this status.
+        IllegalTransition: the event cannot happen to a trial in this phase.
     """
-    status = _next_status(trial, event)
-    return _told(trial, event, number).model_copy(update={"status": status})
+    phase = _next_phase(trial, event)
+    return _told(trial, event, number).model_copy(update={"phase": phase})
 
 
-def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
-    misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING) or (
-        isinstance(event, _ONLY_WHILE_WAITING) and trial.status not in (Status.PENDING, Status.PAUSED)
+def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
+    misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.phase is not Phase.RUNNING) or (
+        isinstance(event, _ONLY_WHILE_WAITING) and trial.phase not in (Phase.PENDING, Phase.PAUSED)
     )
-    status = NEXT.get((trial.status, type(event)))
-    if misplaced or (status is None and type(event) in _CHANGES_STATUS):
-        raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
-    return status or trial.status
+    phase = NEXT.get((trial.phase, type(event)))
+    if misplaced or (phase is None and type(event) in _CHANGES_PHASE):
+        raise IllegalTransition(f"trial {trial.trial!r} is {trial.phase}: {event.type!r} cannot happen to it")
+    return phase or trial.phase
 
 
 def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
@@ -198,7 +200,7 @@ def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | 
             ends = {"reason": event.reason, "returned": event.returned, "left": event.left}
             return trial.model_copy(update=ends)
         case Paused():
-            return trial.model_copy(update={"reason": event.reason})
+            return trial.model_copy(update={"reason": event.reason, "cause": None})
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
         case Decided(decision=Exploit() as exploit):

@@ -17,8 +17,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
+from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment, apply, following, nothing_yet
 from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries
 from prefect_tune.core.journal.read_entries import decode_entry, entries_after, read_if_there, read_listed

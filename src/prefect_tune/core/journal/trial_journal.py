@@ -14,10 +14,13 @@ __all__ = ["trial_today"]
 def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: ParallelMap) -> Trial:
     """Return the trial's state in its own journal; `known` where it has none, or none yet.
 
+    Its `past` is that of `known`: decisions are in the experiment's journal.
+
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
     """
     if not known.apart:
         return known
     own = JournalKey(experiment=experiment, trial=known.trial)
-    return load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)
+    found = load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)
+    return found.model_copy(update={"past": known.past})

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.models import StepReport, Value, without_none
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
     "FORK",
     "IMPORT",
+    "IMPORTED",
     "READY",
     "Broke",
     "CheckpointSaved",
+    "EndOfAttempt",
     "FromTrial",
     "GoOn",
     "ImportRequest",
@@ -49,9 +51,13 @@ class Surroundings(Value):
 
 
 FORK, IMPORT = b"fork", b"import"
-"""What a fork server is asked for: a trial's process, or a template."""
+"""Requests to a fork server: for a trial's process, or for a template."""
 READY = "ready"
-"""What a template says when it has imported the trainable, and can be forked; else it says why it cannot."""
+"""A template's answer when it has imported the trainable and can be forked; any other text is the reason why not."""
+
+
+IMPORTED = b"imported"
+"""The answer to a `Preload`, whether the import succeeded or failed."""
 
 
 class Preload(Value):
@@ -133,6 +139,10 @@ class GoOn(Value):
     milestone: int | None
 
 
+EndOfAttempt: TypeAlias = Literal["pruned", "interrupted", "errored"]
+"""How an attempt that has to leave ends, if its trial neither completed nor just paused."""
+
+
 class Leave(Value):
     """End now: the answer at a milestone, or without having been asked."""
 
@@ -142,6 +152,13 @@ class Leave(Value):
     """Whether to save the state first, if the trainable can save it at any step."""
     for_good: bool
     """True: the trial is finished. False: it is paused."""
+    end: EndOfAttempt | None = None
+    """How the attempt is shown to have ended; None for a trial that completed (`for_good`) or paused."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset_end(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out `end` where it is None, as in answers written before this field existed."""
+        return without_none(dump(self), "end")
 
 
 class TrainableLoaded(Value):

@@ -96,8 +96,8 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
         return f"it was for the owner of epoch {request.epoch}, and the epoch is {experiment.epoch} now" if old else ""
     if request.trial not in experiment.trials:
         return f"there is no trial {request.trial!r}"
-    status = experiment.trial(request.trial).status
-    return f"trial {request.trial!r} is {status} already" if status in ENDED else ""
+    trial = experiment.trial(request.trial)
+    return f"trial {request.trial!r} is {trial.status} already" if trial.phase in ENDED else ""
 
 
 def delete_journaled(store: ObjectStore, experiment: str, journaled_count: int) -> int:

@@ -8,7 +8,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import Losses, losses_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
 from prefect_tune.core.models import Metrics, metric_in
-from prefect_tune.core.notifications.lifecycle_events import BestImproved, few
+from prefect_tune.core.notifications.prefect_events import BestImproved, few
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey
 
@@ -45,7 +45,7 @@ class BestSoFar:
     def _all_of(self, trial: Trial) -> Iterator[Losses]:
         if self._objective is None:
             return
-        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
+        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.phase in ENDED else [])
         for metrics in reported:
             if (losses := losses_in(metrics, self._objective)) is not None:
                 yield losses

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
+from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
 
 _NEARLY = 0.8
 Spent: TypeAlias = Literal["time", "training-time", "trials"]

@@ -118,8 +118,8 @@ class _Journals:
 def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
     """Return the live keys; for an ended trial, by the experiment's journal: reading thousands of journals is slow."""
     trials = () if state.is_removed else tuple(state.trials.values())
-    ended = [key for trial in trials if trial.status in ENDED for key in _keys(state, trial)]
-    return [*ended, *journals.live(trial for trial in trials if trial.status not in ENDED)]
+    ended = [key for trial in trials if trial.phase in ENDED for key in _keys(state, trial)]
+    return [*ended, *journals.live(trial for trial in trials if trial.phase not in ENDED)]
 
 
 def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:

@@ -28,7 +28,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.events.experiment_events import Pruned
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, is_collectable, is_held
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
@@ -39,7 +39,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_seque
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.core.storage.shared_writers import ONE_WRITER
 
-_WAITS = frozenset({Status.PENDING, Status.PAUSED})
+_WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +201,10 @@ def _without_claims_that_are_over(
 def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | None:
     """Return the trial if it has ended in the journal of `state`, or, since its last opening, in the experiment's."""
     found = None if state.is_removed else state.trials.get(trial.trial)
-    if found is None or found.status in ENDED:
+    if found is None or found.phase in ENDED:
         return found
-    elsewhere = known is not None and known.apart and known.status in ENDED and state.opened_at <= known.absorbed
-    return found if elsewhere and found.status in _WAITS else None
+    elsewhere = known is not None and known.apart and known.phase in ENDED and state.opened_at <= known.absorbed
+    return found if elsewhere and found.phase in _WAITS else None
 
 
 def _needs_line(

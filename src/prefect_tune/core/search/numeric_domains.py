@@ -190,10 +190,14 @@ def _whole(domain: Range, name: str) -> int:
 
 
 def _check_order(domain: Float | Integer) -> None:
-    if domain.q is None and domain.low >= domain.high:
-        raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; one single value is a constant")
     if domain.low > domain.high:
-        raise InvalidInput(f"{domain!r}: expected low <= high, found {domain.low!r} and {domain.high!r}")
+        name, (low, high, *step) = domain.call
+        raise InvalidInput(
+            f"{domain!r}: expected low < high, found low={low!r} and high={high!r}; did you mean "
+            f"{_shown(name, (high, low, *step))}?"
+        )
+    if domain.q is None and domain.low == domain.high:
+        raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; one single value is a constant")
     if domain.scale == "log" and domain.low <= 0:
         raise InvalidInput(f"{domain!r}: expected low > 0, which has a logarithm, found {domain.low!r}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.did_you_mean import did_you_mean
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -19,3 +20,11 @@ def experiment_names(store: ObjectStore) -> Sequence[str]:
             if JournalKey(experiment=name).entry_path(1) in listed:
                 names.append(name)
     return names
+
+
+def no_experiment(store: ObjectStore, name: str, uri: str) -> str:
+    """Return the message that `store`, at `uri`, has no experiment `name`, with a similar name if there is one."""
+    hint = ""
+    with suppress(TuneError):  # the listing only helps
+        hint = did_you_mean(name, experiment_names(store))
+    return f"there is no experiment {name!r} at {uri}{hint}"

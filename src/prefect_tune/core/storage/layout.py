@@ -2,6 +2,7 @@
 
 <experiment>/journal/0000000001.json
 <experiment>/segments/0000000010.jsonl
+<experiment>/live/0000000001-0000000001.json
 <experiment>/requests/0000000001.json
 <experiment>/maintenance/0000000001.json
 <experiment>/results/trials/0000000010.parquet
@@ -9,6 +10,7 @@
 <experiment>/callbacks/<name>/0000000001.json
 <experiment>/trials/<trial>/journal/0000000001.json
 <experiment>/trials/<trial>/segments/0000000010.jsonl
+<experiment>/trials/<trial>/live/0000000001-0000000001.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/trials/<trial>/blobs/<digest>-<sequence>
@@ -54,6 +56,15 @@ class JournalKey(Value):
     @property
     def segments(self) -> str:
         return f"{self.folder}/segments"
+
+    @property
+    def live(self) -> str:
+        """The folder of the live status, of which only the newest object is kept."""
+        return f"{self.folder}/live"
+
+    def live_status_path(self, epoch: int, number: int) -> str:
+        """Return the path of the live status `number` (from 1) that the owner of `epoch` writes."""
+        return f"{self.live}/{in_digits(epoch)}-{in_digits(number)}.json"
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""

@@ -28,9 +28,9 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.lifecycle_events import (
+from prefect_tune.core.notifications.prefect_events import (
     LifecycleEvent,
     TrialLifecycleEvent,
     few,
@@ -76,9 +76,9 @@ def names(*events: Event) -> list[str]:
 def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
     trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
     started, saved, finished = told_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
-    assert started.payload() == {"version": 1, "trial": T, "attempt": 1}
+    assert started.payload() == {"version": 2, "trial": T, "status": "running", "attempt": 1}
     assert saved.payload() == {
-        "version": 1,
+        "version": 2,
         "trial": T,
         "attempt": 1,
         "step": 2,
@@ -89,8 +89,9 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
         "parent": None,
     }
     assert finished.payload() == {
-        "version": 1,
+        "version": 2,
         "trial": T,
+        "status": "completed",
         "step": 2,
         "metrics": {"loss": 0.5},
         "attempts": 1,
@@ -109,9 +110,9 @@ def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> N
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = told_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    known = {"version": 1, "trial": T, "attempt": 1, "step": 1, "cause": "machine"}
+    known = {"version": 2, "trial": T, "status": "interrupted", "attempt": 1, "step": 1, "cause": "machine"}
     assert ended.payload() == {**known, "message": short(LONG)}
-    assert restored.payload() == {"version": 1, "trial": T, "attempt": 2, "step": 1}
+    assert restored.payload() == {"version": 2, "trial": T, "status": "running", "attempt": 2, "step": 1}
 
 
 def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
@@ -132,7 +133,7 @@ def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_t
         state = after_event(state, event, number)
     finished = state.trial(T)
     errored = after_event(state, GaveUp(trial=T, cause=Cause.USER, message="no"), 4).trial(T)
-    paused = finished.model_copy(update={"status": Status.PAUSED})
+    paused = finished.model_copy(update={"phase": Phase.PAUSED})
     for event, trial in [
         (Finished(trial=T, reason="again"), finished),
         (GaveUp(trial=T, cause=Cause.USER, message="no"), errored),
@@ -170,7 +171,7 @@ def test_a_clone_says_whose_checkpoint_it_is() -> None:
         trial=T, checkpoint=CheckpointRef(step=4, sequence=2), source=source, config={"lr": 1}, reason="worse"
     )
     (exploited,) = told_in(ADDED, clone)
-    assert exploited.payload() == {"version": 1, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
+    assert exploited.payload() == {"version": 2, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
 
 
 def test_reports_and_what_only_the_journal_needs_are_no_news() -> None:

@@ -26,12 +26,15 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     Started,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 from prefect_tune.core.models import Metrics, Value, first_line
 from prefect_tune.core.storage.layout import TrialKey
 
-VERSION = 1
-"""The version of the schema: raised when a field is renamed or changes its meaning, not for a new field."""
+VERSION = 2
+"""The version of the schema: raised when a field is renamed or changes its meaning, not for a new field.
+
+2: the keys of `trials` are the words of `Status`; 1 said `finished` for completed, pruned and some interrupted ones.
+"""
 _TEXT = 500
 _METRICS = 20
 
@@ -65,6 +68,7 @@ class TrialStarted(TrialLifecycleEvent):
     """An attempt begins, from nothing."""
 
     name: ClassVar[str] = "prefect-tune.trial.started"
+    status: Status = Status.RUNNING
     attempt: int
 
 
@@ -72,6 +76,7 @@ class TrialRestored(TrialLifecycleEvent):
     """An attempt begins, from the checkpoint of `step`."""
 
     name: ClassVar[str] = "prefect-tune.trial.restored"
+    status: Status = Status.RUNNING
     attempt: int
     step: int
 
@@ -80,6 +85,7 @@ class TrialPaused(TrialLifecycleEvent):
     """The trial has given up its slot."""
 
     name: ClassVar[str] = "prefect-tune.trial.paused"
+    status: Status = Status.PAUSED
     step: int
     reason: str
 
@@ -88,6 +94,7 @@ class TrialResumed(TrialLifecycleEvent):
     """The scheduler gives the paused trial a slot again."""
 
     name: ClassVar[str] = "prefect-tune.trial.resumed"
+    status: Status = Status.PENDING
     step: int
 
 
@@ -105,6 +112,7 @@ class TrialAttemptEnded(UrgentTrialEvent):
     """An attempt ended before its trial did: the trial is tried again, unless `errored` follows."""
 
     name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
+    status: Status = Status.INTERRUPTED
     attempt: int
     step: int
     cause: Cause
@@ -115,13 +123,15 @@ class TrialRequeued(TrialLifecycleEvent):
     """A trial that had ended continues: it gets more steps, or another try."""
 
     name: ClassVar[str] = "prefect-tune.trial.requeued"
+    status: Status = Status.PENDING
     reason: str
 
 
 class TrialFinished(TrialLifecycleEvent):
-    """The trial is done."""
+    """The trial has ended, and not by an error: completed, pruned, or interrupted by a stop request."""
 
     name: ClassVar[str] = "prefect-tune.trial.finished"
+    status: Status
     step: int
     metrics: Metrics
     attempts: int
@@ -133,6 +143,7 @@ class TrialErrored(UrgentTrialEvent):
     """The trial has failed, and is not tried again."""
 
     name: ClassVar[str] = "prefect-tune.trial.errored"
+    status: Status = Status.ERRORED
     attempts: int
     step: int
     cause: Cause
@@ -268,7 +279,7 @@ def lifecycle_events_of(
         for each in event.events:
             yield from lifecycle_events_of(each, experiment, before, after)
         return
-    status = before.status if before else Status.PENDING
+    phase = before.phase if before else Phase.PENDING
     match event:
         case Started(trial=trial, attempt=attempt, from_sequence=None):
             yield TrialStarted(trial=trial, attempt=attempt)
@@ -281,24 +292,25 @@ def lifecycle_events_of(
         case Cloned(trial=trial, source=source, reason=reason):
             yield TrialExploited(trial=trial, step=after.step, source=source.trial.trial, reason=short(reason))
         case AttemptEnded() | GaveUp() | Finished():
-            yield from _ended(event, status, after)
+            yield from _ended(event, phase, after)
         case Paused() | Resumed() | Requeued():
-            yield from _waits(event, status, after)
+            yield from _waits(event, phase, after)
         case _:
             pass
 
 
-def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial) -> Iterator[TrialLifecycleEvent]:
+def _ended(event: AttemptEnded | GaveUp | Finished, phase: Phase, after: Trial) -> Iterator[TrialLifecycleEvent]:
     """Yield the event of an end once, where both the trial's journal and the experiment's record that end."""
     name, step, attempt = after.trial, after.step, after.attempt
     match event:
         case AttemptEnded(cause=cause, message=message):
             yield TrialAttemptEnded(trial=name, attempt=attempt, step=step, cause=cause, message=short(message))
-        case GaveUp(cause=cause, message=message) if status is not Status.ERRORED:
+        case GaveUp(cause=cause, message=message) if phase is not Phase.ERRORED:
             yield TrialErrored(trial=name, attempts=attempt, step=step, cause=cause, message=short(message))
-        case Finished(reason=reason) if status is not Status.FINISHED:
+        case Finished(reason=reason) if phase is not Phase.FINISHED:
             yield TrialFinished(
                 trial=name,
+                status=after.status,
                 step=step,
                 metrics=few(after.metrics),
                 attempts=attempt,
@@ -309,13 +321,13 @@ def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial
             pass
 
 
-def _waits(event: Paused | Resumed | Requeued, status: Status, after: Trial) -> Iterator[TrialLifecycleEvent]:
+def _waits(event: Paused | Resumed | Requeued, phase: Phase, after: Trial) -> Iterator[TrialLifecycleEvent]:
     match event:
-        case Paused(reason=reason) if status is not Status.PAUSED:
+        case Paused(reason=reason) if phase is not Phase.PAUSED:
             yield TrialPaused(trial=after.trial, step=after.step, reason=short(reason))
-        case Resumed() if status is Status.PAUSED:
+        case Resumed() if phase is Phase.PAUSED:
             yield TrialResumed(trial=after.trial, step=after.step)
-        case Requeued(reason=reason) if status in ENDED:
+        case Requeued(reason=reason) if phase in ENDED:
             yield TrialRequeued(trial=after.trial, reason=short(reason))
         case _:
             pass

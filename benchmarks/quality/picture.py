@@ -1,0 +1,79 @@
+"""The picture of the regrets: a panel for each problem, a line and a band for each search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.reporting.axes import MIDDLE, Frame, Scale, draw_axes
+from prefect_tune.reporting.svg import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing, Pen
+
+__all__ = ["Panel", "Point", "drawn"]
+
+Point = tuple[float, tuple[float, float, float]]
+"""A share of a training to the end, and the quartiles of the regret there."""
+_PENS = (
+    Pen(BLUE, 2.8),
+    Pen(ORANGE, 2, dash="7 3"),
+    Pen(GREEN, 2, dash="2 3"),
+    Pen(VIOLET, 2, dash="9 3 2 3"),
+    Pen(GREY, 1.6, dash="4 4"),
+)
+"""Told apart by their dashes, too."""
+_PANEL, _GAP, _HEAD = (400.0, 230.0), 46.0, 34.0
+_SHADE = 0.13
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The searches of one problem."""
+
+    title: str
+    bands: Mapping[str, Sequence[Point]]
+    """By the name of the search."""
+    seconds: float
+    """What a training to the end takes on average."""
+
+
+def drawn(panels: Sequence[Panel], columns: int = 2) -> str:
+    """Return the SVG."""
+    rows = math.ceil(len(panels) / columns)
+    (width, height), names = _PANEL, list(panels[0].bands)
+    drawing = Drawing(columns * width, _legend_height(names) + rows * (height + _GAP + _HEAD) + 8)
+    _draw_legend(drawing, names)
+    for place, panel in enumerate(panels):
+        row, column = divmod(place, columns)
+        left, top = column * width + 46, _legend_height(names) + row * (height + _GAP + _HEAD) + _HEAD
+        _draw_panel(drawing, panel, Frame(left, top, left + width - 66, top + height))
+    return drawing.svg()
+
+
+def _legend_height(names: Sequence[str]) -> float:
+    return 20.0 * math.ceil(len(names) / 2) + 14
+
+
+def _draw_legend(drawing: Drawing, names: Sequence[str]) -> None:
+    for place, (name, pen) in enumerate(zip(names, _PENS, strict=True)):
+        left, y = 46 + (place % 2) * _PANEL[0], 18 + 20.0 * (place // 2)
+        drawing.line([(left, y), (left + 40, y)], pen)
+        drawing.text((left + 48, y + 4), name)
+
+
+def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
+    begin = min(band[0][0] for band in panel.bands.values()) * panel.seconds
+    end = max(band[-1][0] for band in panel.bands.values()) * panel.seconds
+    values = [value for band in panel.bands.values() for _, each in band for value in each if value > 0]
+    x = Scale(begin, end, frame.left, frame.right, is_log=True)
+    y = Scale(max(min(values), max(values) / 1e4), max(values), frame.bottom, frame.top, is_log=True)
+    draw_axes(drawing, frame, x, y, ("seconds of training", "regret"))
+    drawing.text(((frame.left + frame.right) / 2, frame.top - 9), panel.title, f'font-weight="600" {MIDDLE}')
+    for name, pen in zip(panel.bands, _PENS, strict=True):
+        low, middle, high = (_line(panel, name, quartile, (x, y)) for quartile in range(3))
+        drawing.area([*low, *reversed(high)], Pen(pen.ink, opacity=_SHADE))
+        drawing.line(middle, pen)
+
+
+def _line(panel: Panel, name: str, quartile: int, scales: tuple[Scale, Scale]) -> Sequence[tuple[float, float]]:
+    x, y = scales
+    return [(x.at(share * panel.seconds), y.at(each[quartile])) for share, each in panel.bands[name]]

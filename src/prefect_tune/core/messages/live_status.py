@@ -1,0 +1,142 @@
+"""The live status: the running trials of a journal's owner, for readers. No decision and no resume uses it.
+
+While trials run, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
+not depend on the number of steps. Its path contains the owner's epoch, so that owners never write one another's
+objects, and readers ignore the object of an earlier owner. The owner deletes its last one when its trials have ended;
+that of a killed owner stays, and its time says how old it is. The next owner deletes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, with_report
+from prefect_tune.core.models import StepReport, TrialId, Value
+from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = [
+    "ExperimentView",
+    "LiveStatus",
+    "RunningTrial",
+    "delete_live_status",
+    "newest_live_status",
+    "view_of",
+    "write_live_status",
+]
+
+
+class RunningTrial(Value):
+    """A running attempt of a trial, with its newest report."""
+
+    trial: TrialId
+    attempt: int
+    began_at: str | None = None
+    """None if an earlier owner started the attempt."""
+    host: str | None = None
+    """The machine of its supervisor; None if an earlier owner started the attempt."""
+    report: StepReport | None = None
+    """None before its first step."""
+    reported_at: str | None = None
+
+
+class LiveStatus(Document):
+    """The running trials of one owner at one moment."""
+
+    format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
+    version: Literal[1] = 1
+    epoch: int
+    owner: Owner | None
+    """Tells the owner from that of an earlier experiment of the same name, which was deleted."""
+    number: int
+    """Counts the objects of this owner, from 1."""
+    at: str
+    period_seconds: float
+    """The time until the owner writes the next one."""
+    trials: tuple[RunningTrial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentView:
+    """An experiment for readers: the state of its journal, with the newest reports of its running trials."""
+
+    experiment: Experiment
+    as_of: str
+    """The time of the live status or of the journal's last entry, the later one; empty if unknown."""
+    live: LiveStatus | None = None
+    """The live status of the journal's present owner; None if there is none."""
+
+    def running(self, trial: str) -> RunningTrial | None:
+        """Return the running attempt of a trial; None if it does not run, or if there is no live status."""
+        return _attempts_in(self.live, self.experiment).get(trial)
+
+
+def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
+    """Write `status`, and delete the one before it; the first one of an owner deletes all others.
+
+    Raises:
+        InvalidInput: a report holds a value that JSON cannot represent.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; the next write needs no repair.
+    """
+    path = key.live_status_path(status.epoch, status.number)
+    store.put(path, seal(status))
+    if status.number > 1:
+        store.delete([key.live_status_path(status.epoch, status.number - 1)])
+    else:
+        _delete(store, [each for each in _listed(store, key) if each != path])
+
+
+def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
+    """Delete the live status of the owner of `epoch`, and those of earlier ones."""
+    until = key.live_status_path(epoch + 1, 0)
+    _delete(store, [each for each in _listed(store, key) if each < until])
+
+
+def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
+    """Return the live status of the newest owner that has written one; None if there is none that can be read."""
+    while paths := _listed(store, key):
+        try:
+            return unseal(LiveStatus, store.read(paths[-1]), paths[-1], JournalCorrupt)
+        except ObjectNotFound:
+            continue  # its owner has written the next one since
+        except (JournalCorrupt, UnknownVersion):
+            return None  # the journal says everything else
+    return None
+
+
+def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
+    """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
+    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    live = newest_live_status(store, experiment.key) if runs else None
+    if live is None or (live.epoch, live.owner) != (experiment.epoch, experiment.owner):
+        return ExperimentView(experiment, written_at)
+    trials = experiment.trials
+    for name, each in _attempts_in(live, experiment).items():
+        trials = trials.with_trial(with_report(trials[name], each.report))
+    return ExperimentView(experiment.model_copy(update={"trials": trials}), max(live.at, written_at), live)
+
+
+def _attempts_in(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningTrial]:
+    """Return the attempts of `live` that run by the journal too, which may be newer, by their trials."""
+    found = {each.trial: each for each in live.trials} if live is not None else {}
+    known = ((each, experiment.trials.get(name)) for name, each in found.items())
+    return {
+        each.trial: each
+        for each, trial in known
+        if trial is not None and trial.status is Status.RUNNING and trial.attempt == each.attempt
+    }
+
+
+def _listed(store: ObjectStore, key: JournalKey) -> Sequence[str]:
+    return [each.path for each in store.list(key.live)]
+
+
+def _delete(store: ObjectStore, paths: Sequence[str]) -> None:
+    if paths:
+        store.delete(paths)

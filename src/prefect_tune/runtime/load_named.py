@@ -1,0 +1,88 @@
+"""Load an object by its name, `package.module:Name`; an error says which name the module has instead."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.runtime.trainable import require_trainable
+
+__all__ = ["load_named", "load_trainable", "require_loadable"]
+
+
+def load_named(name: str, parameter: str = "trainable") -> object:
+    """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.
+
+    Args:
+        name: the name, or the text.
+        parameter: the parameter that names it, for messages.
+
+    Raises:
+        InvalidInput: the module cannot be imported or has no such name.
+    """
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        import cloudpickle
+
+        return cloudpickle.loads(bytes.fromhex(name))
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:
+        raise InvalidInput(
+            f"{parameter} {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}. Make it "
+            f"importable where it runs (working directory {Path.cwd()})"
+        ) from error
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise InvalidInput(f"{parameter} {name!r}: {_lacks(found, part)}") from error
+    return found
+
+
+def load_trainable(name: str) -> object:
+    """Return what `load_named` does, checked to be a trainable.
+
+    Raises:
+        InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
+    """
+    found = load_named(name)
+    if isinstance(found, type):
+        return require_trainable(found)
+    if callable(found):
+        return found
+    raise InvalidInput(
+        f"trainable {name!r}: expected a function of the configuration, or a subclass of pt.Trainable, found "
+        f"{type(found).__name__}"
+    )
+
+
+def require_loadable(config: Mapping[str, object]) -> None:
+    """Load the trainable that `config` names, and train nothing: itself a function trainable, for a trial's process.
+
+    Raises:
+        InvalidInput: as `load_trainable`.
+    """
+    load_trainable(str(config["trainable"]))
+
+
+def _lacks(owner: object, name: str) -> str:
+    """Return that `owner` has no `name`, and what it has."""
+    from prefect_tune.core.did_you_mean import did_you_mean_or_has, nearest
+
+    public = [each for each in dir(owner) if not each.startswith("_")]
+    defined = [each for each in public if _is_defined_in(owner, each)]
+    near = nearest(name, defined) or nearest(name, public)
+    what = f"module {owner.__name__!r}" if inspect.ismodule(owner) else repr(owner)
+    where = f" ({owner.__file__})" if inspect.ismodule(owner) and getattr(owner, "__file__", None) else ""
+    hint = f"did you mean {near!r}?" if near else did_you_mean_or_has(name, defined)
+    return f"{what}{where} has no {name!r}; {hint}"
+
+
+def _is_defined_in(owner: object, name: str) -> bool:
+    """Whether `name` is a class or function that the module itself defines, and not one that it imports."""
+    found = inspect.getattr_static(owner, name, None)  # None: the module makes it on demand
+    return callable(found) and getattr(found, "__module__", None) == getattr(owner, "__name__", None)

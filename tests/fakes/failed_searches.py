@@ -1,0 +1,20 @@
+"""Searches in which every trial errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import prefect_tune as pt
+
+__all__ = ["results_of_failed"]
+
+
+def results_of_failed(search: Callable[[], object]) -> pt.Results:
+    """Call `search`, of which every trial has to error, and return its results."""
+    with pytest.raises(pt.SearchFailed) as failed:
+        search()
+    results = failed.value.results
+    assert isinstance(results, pt.Results)
+    return results

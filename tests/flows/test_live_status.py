@@ -1,0 +1,127 @@
+"""What `show`, `ls` and `report` say of a running search, and of one that was killed, in another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, SyncConfig
+from tests.flows.driver import Driver, Drivers, Flow, until
+
+_PATIENT = "tests.trainables.patient:Patient"
+_SOON_SECONDS = 240
+"""Far less than the period in which reports are journaled, which is the default of 300 s here."""
+
+
+def looked(*arguments: object) -> str:
+    """Return what the command line prints, run as a user runs it."""
+    command = [str(Path(sys.executable).with_name("prefect-tune")), *map(str, arguments)]
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
+
+
+def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
+    """Return what `show` says; nothing while there is no experiment yet."""
+    if not list(Path(target.path, "e", "journal").glob("*.json")):
+        return {}
+    found: dict[str, Any] = json.loads(looked("show", target.path, "e", "--json", *options))
+    return found
+
+
+def started(
+    drivers: Drivers, target: LocalTarget, until_there: Path, period: float | None, flow: Flow = "tune"
+) -> Driver:
+    return drivers.start(
+        _PATIENT,
+        {"until": str(until_there)},
+        flow=flow,
+        target=target,
+        experiment="e",
+        metric="loss",
+        num_samples=2,
+        max_concurrent_trials=2,
+        stop={"step": 4},
+        sync=SyncConfig(live_period_seconds=period),
+    )
+
+
+def steps(target: LocalTarget) -> list[tuple[str, int]]:
+    """Return status and step of each trial, as `show` prints them."""
+    return [(each["status"], each["step"]) for each in shown(target).get("trials", ())]
+
+
+@pytest.mark.parametrize("flow", ["tune", "tune on Dask"])
+def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_before_any_of_it_is_due(
+    flow: Flow, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    driver = started(drivers, local_target, tmp_path / "go", 1, flow)
+    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    found = shown(local_target)
+    assert found["trials_by_status"] == {"running": 2}
+    assert not found["is_stale"]
+    for each in found["trials"]:
+        assert (each["host"], each["attempts"], each["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
+        assert each["attempt_began_at"] < each["reported_at"]
+    of_trial = shown(local_target, "--trial", "00001")
+    assert (of_trial["step"], of_trial["host"]) == (2, socket.gethostname())
+    (listed,) = json.loads(looked("ls", local_target.path, "--json"))
+    assert (listed["trials"], listed["best"]) == ({"running": 2}, {"loss": 0.5})
+    assert listed["as_of"] > listed["written_at"][:19]
+    report = json.loads(looked("report", local_target.path, "e", "--json"))
+    assert [(each["step"], each["host"]) for each in report["trials"]] == [(2, socket.gethostname())] * 2
+    (tmp_path / "go").touch()
+    driver.wait()
+    assert shown(local_target)["trials_by_status"] == {"finished": 2}
+    left = [*Path(local_target.path).glob("e/live/*"), *Path(local_target.path).glob("e/trials/*/live/*")]
+    assert not left, "it is of no use any more"
+
+
+def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    driver = started(drivers, local_target, tmp_path / "go", period=1)
+    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    driver.kill_everything()
+    until(lambda: shown(local_target)["is_stale"], seconds=120, what=lambda: looked("show", local_target.path, "e"))
+    assert shown(local_target)["age_seconds"] > 3
+    said = looked("show", local_target.path, "e")
+    assert " s ago; updates every 1 s are missing: its process has probably ended" in said
+    assert "the process has probably ended: e\n" in looked("ls", local_target.path)
+    assert "its process has probably ended" in looked("report", local_target.path, "e")
+    (tmp_path / "go").touch()
+    started(drivers, local_target, tmp_path / "go", period=1).wait()
+    assert shown(local_target)["trials_by_status"] == {"finished": 2}
+    assert not list(Path(local_target.path).glob("e/live/*"))
+
+
+@pytest.mark.parametrize("period", [1, None])
+def test_a_single_training_is_seen_as_well_unless_nothing_is_to_be_published(
+    period: float | None, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    driver = drivers.start(
+        _PATIENT,
+        {"until": str(tmp_path / "go")},
+        target=local_target,
+        experiment="e",
+        stop={"step": 4},
+        sync=SyncConfig(live_period_seconds=period),
+    )
+
+    def has_begun() -> bool:
+        found = shown(local_target)
+        return found.get("status") == "running" and (period is None or found["step"] == 2)
+
+    until(has_begun, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    assert shown(local_target)["host"] == (socket.gethostname() if period else None)
+    if period is None:
+        assert "the last journal entry; running trials may be further" in looked("show", local_target.path, "e")
+    (tmp_path / "go").touch()
+    driver.wait()
+    assert shown(local_target)["step"] == 4

@@ -1,0 +1,202 @@
+"""The states in which flow runs and task runs end: a person sees in Prefect's UI how each attempt ended, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.results.results import Results
+from tests.fakes.failed_searches import results_of_failed
+from tests.fakes.task_runs import states_of_attempts
+from tests.flows.driver import Drivers, Flow, until
+from tests.flows.training import owners_at, state_of_flow_run
+from tests.trainables.fragile import Fragile
+from tests.trainables.witness import told
+
+NAME = "shown"
+HALF = ASHA(max_t=4, reduction_factor=2)
+BREAKS_BELOW = pt.sample_from(lambda config: config["x"] < 0.07)
+
+
+def searched(target: LocalTarget, xs: Sequence[float], **options: Any) -> Results:
+    """Search these values of `x`, one after the other."""
+    space = {"x": pt.grid_search(xs), "breaks": BREAKS_BELOW, **options.pop("also", {})}
+    common: Mapping[str, Any] = {"target": target, "experiment": NAME, "num_samples": 1, "max_concurrent_trials": 1}
+    defaults: Mapping[str, Any] = {"metric": "loss", "stop": {"step": 4}, "isolation": "thread"}
+    results: Results = pt.tune(Fragile, space, **common, **{**defaults, **options})
+    return results
+
+
+def run_of(results: Results) -> str:
+    owner = results.experiment.owner
+    assert owner is not None
+    assert owner.flow_run is not None
+    return owner.flow_run
+
+
+def require_states(flow_run: str, expected: Mapping[str, tuple[str, str]]) -> None:
+    """Wait until the server shows these attempts in these states, with messages that begin so."""
+
+    def fits() -> bool:
+        found = states_of_attempts(flow_run)
+        return found.keys() == expected.keys() and all(
+            found[name][0] == state and str(found[name][1]).startswith(message)
+            for name, (state, message) in expected.items()
+        )
+
+    until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
+
+
+# ------------------------------------------------------------------------------------------- how attempts end
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_attempts_end_completed_pruned_or_failed_with_the_reason_and_the_search_continues(
+    local_target: LocalTarget,
+) -> None:
+    results = searched(local_target, [0.1, 0.9, 0.05], scheduler=HALF)
+    require_states(
+        run_of(results),
+        {
+            "train 00000 · attempt 1": ("Completed", "step = 4 reached 4"),
+            "train 00001 · attempt 1": ("Pruned", "loss = 0.9 at step 1"),
+            "train 00002 · attempt 1": ("Failed", "ArithmeticError: x is too large: 0.05"),
+        },
+    )
+    state, _ = state_of_flow_run(next(iter(owners_at(local_target, NAME).values())))
+    assert state == "Completed"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_attempts_that_give_their_slots_to_others_end_paused(local_target: LocalTarget) -> None:
+    promotion = ASHA(max_t=4, reduction_factor=2, variant="promotion")
+    found = states_of(run_of(searched(local_target, [0.3, 0.1], scheduler=promotion)))
+    assert found["train 00001 · attempt 1"][0] == "Paused"
+    assert {name for name, _ in found.values()} <= {"Paused", "Completed", "Pruned"}
+
+
+def states_of(flow_run: str) -> Mapping[str, tuple[str | None, str | None]]:
+    """Return the states once all of them are final."""
+    until(
+        lambda: not {name for name, _ in states_of_attempts(flow_run).values()} & {"Running", "Pending"},
+        seconds=60,
+        what=lambda: str(states_of_attempts(flow_run)),
+    )
+    return states_of_attempts(flow_run)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarget) -> None:
+    endless = {"step_seconds": 0.05}
+    results = searched(local_target, [0.1], also=endless, stop={"step": 100_000}, time_budget_seconds=2)
+    require_states(run_of(results), {"train 00000 · attempt 1": ("Interrupted", "")})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_an_attempt_whose_metric_cannot_be_compared_ends_failed(local_target: LocalTarget) -> None:
+    results = results_of_failed(lambda: searched(local_target, [0.1], scheduler=HALF, metric="accuracy"))
+    require_states(run_of(results), {"train 00000 · attempt 1": ("Failed", "")})
+
+
+# -------------------------------------------------------------------------------------- a search of errors only
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(local_target: LocalTarget) -> None:
+    with pytest.raises(pt.SearchFailed, match=r"all 2 trials errored; the first, 00000: .*ArithmeticError") as failed:
+        searched(local_target, [0.05, 0.06])
+    results = failed.value.results
+    assert isinstance(results, Results)
+    assert list(results.errors) == ["00000", "00001"]
+    state, message = state_of_flow_run(next(iter(owners_at(local_target, NAME).values())))
+    assert (state, message) == ("Failed", str(failed.value))
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalTarget) -> None:
+    with pytest.raises(pt.SearchFailed):
+        searched(local_target, [0.05])
+    again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
+    state = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
+    assert state.is_failed()
+    assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
+    more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
+    assert [str(each.status) for each in more.trials.values()] == ["errored", "finished"]
+
+
+# ----------------------------------------------------------------------------------------- what a kill leaves
+
+
+@pytest.mark.parametrize("flow", ["tune", "durable_trainable"])
+def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_over(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path, flow: Flow
+) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    config = {"x": 0.1, "witness": str(witness), "gate": str(gate)}
+    options: dict[str, Any] = {"target": local_target, "experiment": NAME, "stop": {"step": 5}, "flow": flow}
+    options |= {"checkpoint": Cadence(every_steps=1)}
+    options |= {"metric": "loss", "num_samples": 2, "max_concurrent_trials": 2} if flow == "tune" else {}
+    names = ["00000", "00001"] if flow == "tune" else ["trial"]
+
+    first = drivers.start("tests.trainables.fragile:Fragile", config, **options)
+    until(
+        lambda: sum(each.step == 3 for each in told(witness)) == len(names), seconds=120, what=lambda: first.log[-3000:]
+    )
+    dead = str(owners_at(local_target, NAME)[first.pid].flow_run)
+    running = {f"train {name} · attempt 1": ("Running", "") for name in names}
+    until(lambda: {n: s for n, (s, _) in states_of_attempts(dead).items()} == dict.fromkeys(running, "Running"),
+          seconds=60, what=lambda: str(states_of_attempts(dead)))  # fmt: skip
+    first.kill_everything()
+    gate.touch()
+    second = drivers.start("tests.trainables.fragile:Fragile", config, **options)
+    assert "error" not in second.wait(seconds=200)
+
+    owner = owners_at(local_target, NAME)[second.pid]
+    message = f"superseded: {owner.name} (pid {owner.pid} on {owner.host}, flow run {owner.flow_run}) took over"
+    require_states(dead, dict.fromkeys(running, ("Crashed", message)))
+    require_states(
+        str(owner.flow_run), {f"train {name} · attempt 2": ("Completed", "step = 5 reached 5") for name in names}
+    )
+
+
+# -------------------------------------------------------------------------------------------- what the log says
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    searched(local_target, [0.1, 0.9, 0.05], scheduler=HALF, seed=1)
+    said = [each.getMessage() for each in caplog.records if each.name.startswith("prefect.")]
+    assert f"experiment 'shown' at {local_target.uri}: new" in said
+    assert any(each.startswith("space: x grid_search([0.1, 0.9, 0.05]), breaks ") for each in said)
+    assert any(each.startswith("scheduler: ASHA(max_t=4") and each.endswith("; loss (min)") for each in said)
+    assert "slots: 1 trial at once on this machine" in said
+    assert "trial 00001 begins: breaks False, x 0.9" in said
+    for start in (
+        "trial 00000 completed at step 4, loss 0.1: ",
+        "trial 00001 pruned at step 1: loss = 0.9 at step 1: ",
+        "trial 00002 errored at step 1, loss 0.05: failure 1 of the trainable (max_failures=0): ArithmeticError",
+    ):
+        assert sum(each.startswith(start) for each in said) == 1, said
+    assert sum("Traceback (most recent call last)" in each for each in said) == 1
+    assert sum("ArithmeticError" in each for each in said) == 2
+    assert not [
+        each.message for each in caplog.records if each.name == "prefect.task_runs" and "Finished" in each.message
+    ]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    searched(local_target, [0.1, 0.05])
+    caplog.clear()
+    searched(local_target, [0.1, 0.05])
+    found = "2 trials found: 1 finished, 1 errored; best: trial 00001, errored, loss 0.05"
+    assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages

@@ -1,0 +1,141 @@
+"""The lines that a search logs about its trials."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Decided,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Reported,
+    Resumed,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.monitoring.search_log import SearchLog
+
+LOG = logging.getLogger("a flow run")
+T = "00003"
+CONFIG = {"lr": 0.01, "net": {"layers": 2}}
+AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
+SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
+AT = "at step 2, loss 0.5"
+SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/trials/00003/checkpoints/"
+
+
+@pytest.fixture(autouse=True)
+def _says_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=LOG.name)
+
+
+def started(attempt: int = 1, ref: CheckpointRef | None = None) -> Started:
+    return Started(
+        trial=T, attempt=attempt, from_step=ref.step if ref else 0, from_sequence=ref.sequence if ref else None
+    )
+
+
+TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed(trial=T, checkpoint=SAVED))
+
+
+def logged(caplog: pytest.LogCaptureFixture, *events: Event, apart: bool = True) -> Sequence[str]:
+    """What is logged of these events of one trial."""
+    state: Experiment = nothing_yet("e")
+    log = SearchLog(state, Objective(metrics=("loss",), modes=("min",)), "s3://bucket/runs", LOG)
+    for event in (TrialAdded(trial=T, config=CONFIG, apart=apart), *events):
+        state = after_event(state, event, state.number + 1).model_copy(update={"number": state.number + 1})
+        log.happened(event, state)
+    return caplog.messages
+
+
+def test_a_trial_begins_with_its_configuration_and_completes_with_metric_reason_and_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, last = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"))
+    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
+    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
+
+
+def test_entries_of_its_own_journal_are_logged_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    events = (*TRAINED, Finished(trial=T, reason="step 2 of 2"))
+    first, last = logged(caplog, *(Absorbed(trial=T, number=n, events=(each,)) for n, each in enumerate(events, 1)))
+    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
+    assert last.startswith("trial 00003 completed at step 2")
+
+
+@pytest.mark.parametrize(("early", "end"), [(True, "pruned"), (False, "completed")])
+def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
+    caplog: pytest.LogCaptureFixture, end: str, *, early: bool
+) -> None:
+    stop = Stop(reason="rung", early=early)
+    decided = Decided(trial=T, report=AT_2, decision=stop)
+    *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", left=True))
+    assert last.startswith(f"trial 00003 {end} {AT}: rung; {SAVED_AT}")
+
+
+def test_a_trial_that_is_asked_to_stop_was_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", left=True))
+    assert last.startswith(f"trial 00003 stopped {AT}: stopped by me; {SAVED_AT}")
+
+
+def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    _, paused, resumed = logged(caplog, *TRAINED, Paused(trial=T, reason="rung"), Resumed(trial=T), started(2, SAVED))
+    assert paused.startswith(f"trial 00003 paused {AT}: rung; {SAVED_AT}")
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 0 steps repeated)"
+
+
+def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
+    three = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.4}))
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
+    assert crashed == "trial 00003 crashed in attempt 1: its owner vanished without ending it"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step repeated)"
+    assert caplog.records[-2].levelname == "WARNING"
+
+
+def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as asked")
+    _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
+    assert interrupted == f"trial 00003 interrupted {AT}: saved, as asked; no checkpoint"
+    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps repeated)"
+
+
+def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    why = "ValueError: too large\nTraceback (most recent call last):\n  ..."
+    failed = AttemptEnded(trial=T, cause=Cause.USER, message=why)
+    _, last = logged(caplog, *TRAINED, failed, GaveUp(trial=T, cause=Cause.USER, message=f"failure 1: {why}"))
+    assert last.startswith(f"trial 00003 errored {AT}: failure 1: ValueError: too large; {SAVED_AT}")
+    assert "\n" not in last
+    assert caplog.records[-1].levelname == "ERROR"
+
+
+def test_an_end_that_two_journals_hold_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    end = Finished(trial=T, reason="stopped by me", left=True)
+    state = nothing_yet("e")
+    log = SearchLog(state, None, "s3://bucket/runs", LOG)
+    for number, event in enumerate((TrialAdded(trial=T, config={}), *TRAINED, end), 1):
+        state = after_event(state, event, number)
+        log.happened(event, state)
+    log.happened(Absorbed(trial=T, number=9, events=(end,)), state)
+    assert [each for each in caplog.messages if "stopped" in each] == caplog.messages[1:]
+    assert len(caplog.messages) == 2
+
+
+def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), apart=False)
+    assert first == "the trial begins: lr 0.01, net/layers 2"
