@@ -17,7 +17,7 @@ from prefect import flow, task
 from prefect.futures import PrefectFuture
 
 from prefect_tune.prefect_api.short_task_run import run_here
-from prefect_tune.retry_policy import RETRYING
+from prefect_tune.task_retries import RETRYING
 
 
 @task(task_run_name="empty {number}", **RETRYING)
