@@ -223,7 +223,7 @@ def error_of(future: PrefectFuture[Any]) -> BaseException | None:
     """Wait for an attempt's task; return the error that it raised, None if it returned the state of its end."""
     try:
         future.wait()
-        if future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
+        if future.state.is_completed() or future.state.is_cancelled():  # reading a result takes Prefect's event loop
             return None
         found = future.result(raise_on_failure=False)
     except BaseException as error:  # noqa: BLE001  the driver handles the error
