@@ -144,9 +144,11 @@ class RunPage:
     def attempts(self, state: str) -> None:
         """List the task runs of attempts; wait until one of them is in the state of this name."""
         self.page.get_by_role("tab", name="Task Runs").click()
-        self.page.get_by_placeholder("Search by run name").fill("train ")
+        search = self.page.get_by_placeholder("Search by run name")
+        search.fill("train ")
         self.page.locator("main").get_by_text(re.compile("^train .* · attempt 1$")).first.wait_for()
         self.shows(state)
+        search.blur()  # what is typed for a picture goes to the page
 
     def report(self, key: str) -> Locator:
         """Open the artifact of this key, once there is one; return what it says."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 from uuid import UUID
 
 import pytest
 from prefect import flow, tags, task, task_engine
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
+from prefect.states import Cancelled
 
-from prefect_tune.prefect_api.short_task_run import run_here
+from prefect_tune.prefect_api.short_task_run import run_here, run_to_state
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 _RECORDED_WITHIN_SECONDS = 60
@@ -94,6 +96,24 @@ def test_it_raises_what_the_task_raises() -> None:
 
     with pytest.raises(ValueError, match="as expected"):
         broken()
+
+
+@pytest.mark.parametrize("tag", [[], ["gpu"]])
+def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: list[str]) -> None:
+    @task(retries=0)
+    def ends(state: State[Any] | None) -> State[Any]:
+        if state is None:
+            raise ValueError("as expected")
+        return state
+
+    @flow
+    def ended() -> tuple[State[Any], State[Any]]:
+        with tags(*tag):
+            return run_to_state(ends, Cancelled(name="Interrupted", message="why")), run_to_state(ends, None)
+
+    interrupted, failed = ended()
+    assert (interrupted.name, interrupted.message) == ("Interrupted", "why")
+    assert str(failed.result(raise_on_failure=False)) == "as expected"
 
 
 def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(

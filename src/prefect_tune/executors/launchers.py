@@ -23,11 +23,11 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 
-from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
 from prefect_tune.executors.remote_link import StoreLink
-from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.executors.trial_executor import attempt_of, error_in
 from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
@@ -62,15 +62,11 @@ class TaskRunnerLauncher:
 
 
 def _error_of(future: PrefectFuture[Any]) -> BaseException | None:
-    """Wait for an attempt's task; return the error that it raised, None if it returned the state of its end."""
     try:
         future.wait()
-        if future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
-            return None
-        found = future.result(raise_on_failure=False)
+        return error_in(future.state)
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         return error
-    return found if isinstance(found, BaseException) and not isinstance(found, TrialFailed) else None
 
 
 def _raise(error: BaseException | None) -> None:

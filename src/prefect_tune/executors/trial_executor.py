@@ -15,11 +15,10 @@ from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
 from prefect.client.schemas.objects import State
-from prefect.exceptions import CancelledRun
 
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
-from prefect_tune.prefect_api.short_task_run import run_here
+from prefect_tune.prefect_api.short_task_run import run_to_state
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
@@ -35,6 +34,7 @@ __all__ = [
     "attempt_of",
     "attempts_on",
     "call_attempt",
+    "error_in",
     "have_ended",
 ]
 
@@ -152,13 +152,17 @@ def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, end
 def _call(task: _AttemptTask, plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     quote = skip_prefect_introspection
     try:
-        run_here(task, quote(plan), quote(request), quote(link))
-    except (TrialFailed, CancelledRun):  # the state in which its task run has ended: its journal has the end
-        ended(None)
+        ended(error_in(run_to_state(task, quote(plan), quote(request), quote(link))))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         ended(error)
-    else:
-        ended(None)
+
+
+def error_in(state: State[Any]) -> BaseException | None:
+    """Return the error that an attempt's task raised; None if it returned the state of its end."""
+    if state.is_completed() or state.is_cancelled():  # reading a result takes Prefect's event loop
+        return None
+    found = state.result(raise_on_failure=False)
+    return found if isinstance(found, BaseException) and not isinstance(found, TrialFailed) else None
 
 
 class LocalExecutor:

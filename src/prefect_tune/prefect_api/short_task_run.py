@@ -9,15 +9,16 @@ To ask upstream: that such a task run begins with Running; or that the server st
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from prefect import task_engine
 from prefect.utilities.callables import get_call_parameters
 
 if TYPE_CHECKING:
     from prefect import Task
+    from prefect.client.schemas.objects import State
 
-__all__ = ["run_here"]
+__all__ = ["run_here", "run_to_state"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -28,12 +29,24 @@ def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
 
     With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
     """
+    return cast("_R", _run(task, "result", args, options))
+
+
+def run_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
+    """Run a task as `run_here` does, and return the final state of its run; an error of the task is in the state."""
+    return cast("State[Any]", _run(task, "state", args, options))
+
+
+def _run(
+    task: Task[Any, Any],
+    returned: Literal["result", "state"],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> object:
     # The public `Task.create_local_run` is asynchronous, and opens a client for each task run.
     create = getattr(task_engine, "_create_task_run_locally", None)
-    if create is None:  # another release of Prefect: the run begins with Pending
-        return task(*args, **options)
     parameters = get_call_parameters(task.fn, args, options)
-    task_run = create(task, parameters=parameters)
-    if task_run.tags:
-        return task(*args, **options)
-    return cast("_R", task_engine.run_task(task, task_run=task_run, parameters=parameters))
+    task_run = create(task, parameters=parameters) if create else None  # None: another release of Prefect
+    if task_run is None or task_run.tags:
+        return task(*args, **options, return_state=returned == "state")
+    return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=returned)
