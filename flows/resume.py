@@ -128,9 +128,9 @@ def resume(
     known = _found(where, experiment)
     options = {name: value for name, value in parameters.items() if name not in _WHICH}
     changed = {name: value for name, value in options.items() if name not in OF_THE_RUN and value is not None}
+    require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
     if search is None and not chosen_before(known.experiment):  # a form has extended it since this run began
         require_no_fewer(num_samples, known.experiment)
-    require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
     run = {name: value for name, value in options.items() if name in OF_THE_RUN}
