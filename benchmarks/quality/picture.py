@@ -22,7 +22,9 @@ _PENS = (
 )
 """Told apart by their dashes, too."""
 _PANEL, _GAP, _HEAD = (400.0, 230.0), 46.0, 34.0
-_SHADE = 0.13
+_SHADE = 0.1
+_LOG_FROM = 30.0
+"""Regrets that span this factor are drawn by orders of magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
     end = max(band[-1][0] for band in panel.bands.values()) * panel.seconds
     values = [value for band in panel.bands.values() for _, each in band for value in each if value > 0]
     x = Scale(begin, end, frame.left, frame.right, is_log=True)
-    y = Scale(max(min(values), max(values) / 1e4), max(values), frame.bottom, frame.top, is_log=True)
+    most = max(values)
+    least = max(min(values), most / 1e4)
+    is_log = most / least >= _LOG_FROM
+    y = Scale(least if is_log else 0.0, most, frame.bottom, frame.top, is_log)
     draw_axes(drawing, frame, x, y, ("seconds of training", "regret"))
     drawing.text(((frame.left + frame.right) / 2, frame.top - 9), panel.title, f'font-weight="600" {MIDDLE}')
     for name, pen in zip(panel.bands, _PENS, strict=True):

@@ -247,7 +247,7 @@ def lcbench(folder: Path, task: str) -> Problem:
 def _drawn(parameter: Parameter, chance: random.Random) -> float:
     share = chance.random()
     if parameter.scale == "log":
-        value = parameter.low * math.pow(parameter.high / parameter.low, share)
+        value: float = parameter.low * (parameter.high / parameter.low) ** share
     else:
         value = parameter.low + (parameter.high - parameter.low) * share
     return round(value) if parameter.is_whole else value
