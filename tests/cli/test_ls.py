@@ -112,7 +112,7 @@ def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods
     page = run("report", moods, "moods").out
     assert "## Best: trial 00003" in page
     assert page.partition("## Trials")[2].count("| completed |") == 2
-    assert ", because ValueError: in a mood." in page.partition("## Errors (2)")[2], "said once of both"
+    assert "ValueError: in a mood." in page.partition("## Errors (2)")[2], "said once of both"
     assert "fails" in page.partition("## Settings")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page

@@ -102,7 +102,7 @@ class Acted:
 
     def are(self, state: Experiment) -> Sequence[str]:
         """Return what became of the trials."""
-        return [str(each.status) for each in state.trials.values()]
+        return [str(each.phase) for each in state.trials.values()]
 
 
 class _Outside:

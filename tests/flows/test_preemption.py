@@ -54,7 +54,7 @@ class _Preempted:
         return newest.step if newest else 0
 
     def require_resumable(self) -> None:
-        assert trial_at(self.target, _NAME).status is Status.PENDING
+        assert trial_at(self.target, _NAME).status is Status.INTERRUPTED
         assert violations(self.target, _NAME, undisturbed(_STEPS)) == []
 
     def require_identical_end(self, *, from_step: int) -> None:

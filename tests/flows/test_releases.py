@@ -121,7 +121,7 @@ def test_every_search_goes_on_from_what_it_had(release: Release, name: str) -> N
     target = pt.LocalTarget(path=release.target.path, signing_key=KEY) if name == "signed" else release.target
     results = pt.resume(name, target=target, **MORE[name])
     statuses = {each.status for each in results.trials.values()}
-    assert statuses == ({"completed", "errored"} if name == "failed" else {"completed"})
+    assert statuses - {"pruned", "interrupted"} == ({"completed", "errored"} if name == "failed" else {"completed"})
     for trial, facts in old.items():
         found = results.trials[trial]
         assert name == "pbt" or found.config == facts["config"]
@@ -156,7 +156,7 @@ def test_every_search_is_forked_with_what_it_had(release: Release, name: str) ->
     assert [each.config for each in forked.trials.values()][: len(old["trials"])] == [
         each["config"] for each in old["trials"].values()
     ] or name == "pbt"
-    assert {each.status for each in forked.trials.values()} == {"completed"}
+    assert {each.phase for each in forked.trials.values()} == {"finished"}
     assert before.items() <= files(release.target).items()
 
 

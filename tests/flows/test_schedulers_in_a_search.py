@@ -73,7 +73,7 @@ def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, lo
         Paused(trial="00000", reason="expected a number for metric 'loss'"),
     )
     acted = Acted(local_target, samples=2)
-    assert set(acted.are(acted.run(scheduler))) == {"completed"}
+    assert set(acted.are(acted.run(scheduler))) == {"finished"}
 
 
 PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
@@ -90,7 +90,7 @@ def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     before = acted.run(PAUSING[one], until=lambda: acted.executor.start_count >= started and not len(acted.executor))
     assert "paused" in acted.are(before)
     after = acted.run(OTHERS[other])
-    assert acted.are(after) == ["completed"] * 9
+    assert acted.are(after) == ["finished"] * 9
     assert acted.run(OTHERS[other]).trials == after.trials
 
 

@@ -84,10 +84,10 @@ def saved_step(results: pt.Results, trial: str) -> int:
     return results.trials[trial].checkpoints[-1].step
 
 
-def test_a_trial_that_is_stopped_from_outside_saves_and_is_finished_and_no_other_notices(slow: Slow) -> None:
+def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
-    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.COMPLETED, 1, True)
+    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.INTERRUPTED, 1, True)
     assert stopped.reason.endswith(": bad curve")
     assert 0 < stopped.step == saved_step(results, "00000") < 20
     assert (other.status, other.step) == (Status.COMPLETED, 20)
@@ -102,7 +102,7 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
     assert outcome.status == "stopped"
     assert outcome.message == "experiment 'e' has ended; 2 of its 2 trials can be resumed"
     assert results.experiment.ends.endswith(": the machine is needed")
-    assert {each.status for each in results.trials.values()} == {Status.PENDING}
+    assert {each.status for each in results.trials.values()} == {Status.INTERRUPTED}
     assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
     resumed = slow.search(step_seconds=0)
     assert [(each.status, each.step, each.wasted_steps) for each in resumed.trials.values()] == [
@@ -122,7 +122,7 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert "a run that begins later is not stopped by this" in whole.message
     results = slow.search(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
-    assert (stopped.status, stopped.left) == (Status.COMPLETED, True)
+    assert (stopped.status, stopped.left) == (Status.INTERRUPTED, True)
     assert stopped.step < 27  # the smallest budget may let it step
     assert (other.status, other.left, other.step) == (Status.COMPLETED, False, 27)
     assert (len(results.experiment.heard), results.experiment.ends) == (2, "")

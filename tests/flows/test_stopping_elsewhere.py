@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import JournalKey
@@ -56,10 +56,10 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     alone = stop("e", target=local_target, wait_seconds=20)
     assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message
     until(
-        lambda: own_journal(local_target, "00001").status is Status.PENDING,
+        lambda: own_journal(local_target, "00001").status is Status.INTERRUPTED,
         seconds=120,
         what=lambda: str(own_journal(local_target, "00001")),
     )
     left = own_journal(local_target, "00001")
     assert (left.cause, left.checkpoints[-1].step) == (Cause.PREEMPTED, left.step)
-    assert experiment_at(local_target, "e").trial("00001").status is not Status.COMPLETED
+    assert experiment_at(local_target, "e").trial("00001").phase is not Phase.FINISHED

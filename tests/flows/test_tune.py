@@ -108,7 +108,7 @@ def test_a_search_is_spelled_in_json_as_a_form_does(tmp_path: Path) -> None:
         stop=None,
         max_concurrent_trials=1,
     )
-    assert statuses(results) == ["completed"] * 3
+    assert statuses(results) == ["pruned", "pruned", "completed"]
     assert [each.step for each in results.trials.values()] == [1, 1, 3]
 
 

@@ -13,6 +13,8 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
 from prefect_tune.terminal.progress_view import frame, line
+from prefect_tune.terminal.trials_table import cells_of
+from tests.fakes.told_searches import statuses_told
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -104,3 +106,11 @@ def test_what_is_over_takes_no_more_time() -> None:
 )
 def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
     assert format_duration(timedelta(seconds=seconds)) == said
+
+
+def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
+    told = statuses_told()
+    names, rows = cells_of(list(told.state.trials.values()), ["loss"], 200)
+    assert [row[names.index("status")] for row in rows] == [
+        *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
+    ]
