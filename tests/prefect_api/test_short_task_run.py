@@ -8,13 +8,14 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import flow, tags, task, task_engine
+from prefect import flow, tags, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
 from prefect.states import Cancelled
 
+from prefect_tune.prefect_api import short_task_run
 from prefect_tune.prefect_api.short_task_run import run_here, run_to_state
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -101,15 +102,15 @@ def test_it_raises_what_the_task_raises() -> None:
 @pytest.mark.parametrize("tag", [[], ["gpu"]])
 def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: list[str]) -> None:
     @task(retries=0)
-    def ends(state: State[Any] | None) -> State[Any]:
-        if state is None:
+    def ends(how: str) -> State[Any]:
+        if how == "raises":
             raise ValueError("as expected")
-        return state
+        return Cancelled(name="Interrupted", message=how)
 
     @flow
     def ended() -> tuple[State[Any], State[Any]]:
         with tags(*tag):
-            return run_to_state(ends, Cancelled(name="Interrupted", message="why")), run_to_state(ends, None)
+            return run_to_state(ends, "why"), run_to_state(ends, "raises")
 
     interrupted, failed = ended()
     assert (interrupted.name, interrupted.message) == ("Interrupted", "why")
@@ -119,6 +120,6 @@ def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: 
 def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(task_engine, "_create_task_run_locally")
+    monkeypatch.setattr(short_task_run, "_create", None)
     _, child = call("outer").split()
     assert recorded(child)[1] == ["Pending", "Running", "Completed"]

@@ -22,6 +22,8 @@ __all__ = ["run_here", "run_to_state"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous, and opens a client.
+_create = getattr(task_engine, "_create_task_run_locally", None)
 
 
 def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
@@ -43,10 +45,8 @@ def _run(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> object:
-    # The public `Task.create_local_run` is asynchronous, and opens a client for each task run.
-    create = getattr(task_engine, "_create_task_run_locally", None)
     parameters = get_call_parameters(task.fn, args, options)
-    task_run = create(task, parameters=parameters) if create else None  # None: another release of Prefect
+    task_run = _create(task, parameters=parameters) if _create else None
     if task_run is None or task_run.tags:
         return task(*args, **options, return_state=returned == "state")
     return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=returned)
