@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.parquet as pq
 
@@ -22,6 +24,7 @@ def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() 
 def test_a_file_says_which_words_it_has_and_reports_have_the_columns_that_they_had(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
     paths = publish_results.fn(target, statuses_told().state)
-    for rows, version in (("trials", "2"), ("reports", "1")):
+    versions: Mapping[Literal["trials", "reports"], str] = {"trials": "2", "reports": "1"}
+    for rows, version in versions.items():
         about = pq.read_schema(tmp_path / paths[rows]).metadata
         assert about[b"prefect-tune/version"].decode() == COLUMNS_VERSIONS[rows] == version

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 
 __all__ = ["AttemptTimes", "ExpectedWork", "seconds_left"]
 
@@ -139,7 +139,7 @@ def _left_of(attempt: AttemptTimes, costs: _Costs, now: float) -> float:
 
 def _waiting(trials: Sequence[Trial], costs: _Costs) -> Iterator[float]:
     for each in trials:
-        if each.status is Status.PENDING:
+        if each.phase is Phase.PENDING:
             newest = newest_checkpoint(each)
             yield costs.of_attempt(newest.step if newest else 0, costs.most if each.attempt else costs.length)
 
