@@ -88,9 +88,9 @@ def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
     assert last.startswith(f"trial 00003 {end} {AT}: rung; {SAVED_AT}")
 
 
-def test_a_trial_that_is_asked_to_stop_was_stopped(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
     *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", left=True))
-    assert last.startswith(f"trial 00003 stopped {AT}: stopped by me; {SAVED_AT}")
+    assert last.startswith(f"trial 00003 interrupted {AT}: stopped by me; {SAVED_AT}")
 
 
 def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:

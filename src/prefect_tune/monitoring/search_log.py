@@ -19,7 +19,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.models import first_line, metric_in, plural
-from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.supervisor import search_link
@@ -68,7 +67,7 @@ class SearchLog:
             case Cloned(source=source):
                 text = f"continues from trial {source.trial.trial}, step {source.step}: {_config_of(trial)}"
             case Finished(reason=reason):
-                text = self._ended(_end_of(event, trial), reason, trial, experiment)
+                text = self._ended(trial.status, reason, trial, experiment)
             case Paused(reason=reason):
                 text = self._ended("paused", reason, trial, experiment)
             case AttemptEnded(cause=Cause.PREEMPTED, message=message):
@@ -110,12 +109,3 @@ class SearchLog:
 
 def _config_of(trial: Trial) -> str:
     return ", ".join(f"{name} {value}" for name, value in config_cells(trial)) or "no parameters"
-
-
-def _end_of(event: Finished, trial: Trial) -> str:
-    """Return whether a finished trial completed, was pruned by the scheduler, or stopped by a request."""
-    if trial.past and trial.past[-1].stopped:
-        return "pruned"
-    decisions = [each.decision for each in trial.past if each.decision is not None]
-    is_decided = bool(decisions) and isinstance(decisions[-1], Stop)
-    return "stopped" if event.left and not is_decided else "completed"
