@@ -27,9 +27,8 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
+from prefect_tune.parameters.limits import SearchLimits, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.training_request import storable_config
 from prefect_tune.supervisor.graceful_shutdown import interruptible
@@ -42,8 +41,9 @@ from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
 from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
-from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.experiment_state import check_target, write_entry
+from prefect_tune.tasks.existing_experiment import read_known
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from prefect_tune.tasks.run_trial import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
