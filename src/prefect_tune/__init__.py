@@ -105,6 +105,10 @@ if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
     from prefect_tune.tasks import (
+        CommittedCheckpoint,
+        ExperimentState,
+        RestoredCheckpoint,
+        TrialState,
         delete_checkpoint,
         restore_checkpoint,
         restore_experiment_state,
@@ -131,6 +135,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
+    "CommittedCheckpoint",
     "Continue",
     "CrashLoop",
     "DamageFound",
@@ -138,6 +143,7 @@ __all__ = [
     "Decision",
     "Exhausted",
     "ExperimentPlateau",
+    "ExperimentState",
     "ExperimentStopper",
     "Exploit",
     "FailurePolicy",
@@ -165,6 +171,7 @@ __all__ = [
     "Proposed",
     "RandomSearch",
     "Repeated",
+    "RestoredCheckpoint",
     "Results",
     "ResumeFailed",
     "Retention",
@@ -191,6 +198,7 @@ __all__ = [
     "TrialInfo",
     "TrialReport",
     "TrialResult",
+    "TrialState",
     "TuneError",
     "UnknownVersion",
     "UnsafePayload",
@@ -254,7 +262,8 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.objective": "Objective",
     "prefect_tune.core.experiment.retention": "Retention",
     "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
-    "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
+    "prefect_tune.tasks": "CommittedCheckpoint ExperimentState RestoredCheckpoint TrialState "
+    "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
     "prefect_tune.artifact_sync.syncer": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",

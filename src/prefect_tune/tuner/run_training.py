@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
@@ -30,7 +29,7 @@ from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.parameters.limits import SearchLimits, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.parameters.training_request import storable_config
+from prefect_tune.parameters.training_request import stopper_of_one_trial, storable_config
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
@@ -58,7 +57,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         its specification, and its state. Raises what `durable_trainable` raises.
     """
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
-    stopper = _of_one_trial(first.plan.stopper)
+    stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
@@ -71,14 +70,6 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         raise TrialFailed(f"{state.name}: {trial.reason}")
     _say_what_is_not_saved(trial)
     return spec, trial
-
-
-def _of_one_trial(stopper: Stopper) -> Stopper:
-    if found := of_experiment(stopper):
-        raise InvalidInput(
-            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
-        )
-    return stopper
 
 
 @dataclass(frozen=True, slots=True)
