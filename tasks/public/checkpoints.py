@@ -71,6 +71,7 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
     trial: str = "trial",
     step: int,
     metrics: Mapping[str, Any] | None = None,
+    trained_seconds: float = 0.0,
     metadata: Mapping[str, Any] | None = None,
     retention: Retention | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
@@ -92,6 +93,7 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
         trial: the trial's name in the experiment.
         step: how many steps the trial has trained: 1 or more, and more than in the checkpoint before.
         metrics: the metrics of this step, as `show` and results list them. They are stored with the first save of it.
+        trained_seconds: the training time up to this step, in seconds, as `show` and the report tell it.
         metadata: other facts, plain JSON, which `pt.Checkpoint.get_metadata` returns.
         retention: which of the trial's checkpoints to keep; the others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.
@@ -111,7 +113,8 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     place, folder = resolve_target(target), trial_key(experiment, trial)
-    report = StepReport(step=valid_step(step), metrics=storable(metrics or {}, "metrics"))
+    plain = storable(metrics or {}, "metrics")
+    report = StepReport(step=valid_step(step), metrics=plain, trained_seconds=trained_seconds)
     save = _Save(place, folder, Path(directory).absolute(), report, plain_metadata(metadata or {}))
     return trying_again(lambda: save.committed(retention or Retention(), timeout_seconds))
 
@@ -166,11 +169,15 @@ class _Save:
         same = next((each for each in reversed(trial.checkpoints) if each.step == step), None)
         if same is not None and self._has_these_files(self._folder.checkpoint_key(same)):
             return same
-        found = "other files" if same is not None else f"a checkpoint of step {newest.step}, and none of this one"
+        what = (
+            "it is committed with other files"
+            if same is not None
+            else f"the newest checkpoint is of step {newest.step}"
+        )
         raise AlreadyCommitted(
-            f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: the trial has "
-            f"{found}. Nothing was written: pt.restore_checkpoint before training, and train on from the step that it "
-            f"returns; or pt.delete_checkpoint(step={newest.step}) to go back; or choose another trial name"
+            f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: {what}. Nothing "
+            "was written: call pt.restore_checkpoint before the training and continue after the step that it returns; "
+            f"or go back by pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
 
     def _has_these_files(self, key: CheckpointKey) -> bool:
