@@ -110,7 +110,7 @@ def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Ca
     """Both run in one epoch: the attempt's number fences the first one off."""
     waits = tmp_path / "waits"
 
-    def train(config: dict[str, Any]) -> None:
+    def train(_config: dict[str, Any]) -> None:
         checkpoint = tmp_path / "checkpoint"
         checkpoint.mkdir(exist_ok=True)
         pt.report({"first": 1}, checkpoint=pt.Checkpoint.from_directory(checkpoint))
