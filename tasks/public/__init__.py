@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect_tune.tasks.public.checkpoints import delete_checkpoint, restore_checkpoint, save_checkpoint
 from prefect_tune.tasks.public.experiment_state import restore_experiment_state, sync_experiment_state
 from prefect_tune.tasks.public.results import CommittedCheckpoint, ExperimentState, RestoredCheckpoint, TrialState
-from prefect_tune.tasks.public.run_trial import run_trial
+from prefect_tune.tasks.public.trials import run_trial
 
 __all__ = [
     "CommittedCheckpoint",

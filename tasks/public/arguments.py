@@ -22,7 +22,7 @@ def trial_key(experiment: str, trial: str) -> TrialKey:
     return TrialKey(experiment=valid_name(experiment), trial=valid_name(trial))
 
 
-def valid_step(step: int) -> int:
+def valid_step(step: object) -> int:
     """Return the step. Raises `InvalidInput` if it is no number from 1 on."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {step!r}")

@@ -17,7 +17,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks.run_trial import has_had_enough
+from prefect_tune.tasks.trial_attempt import has_had_enough
 from tests.fakes.experiments import write_experiment
 from tests.flows.training import trial_at
 

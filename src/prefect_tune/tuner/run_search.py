@@ -57,7 +57,7 @@ from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owne
 from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.tasks.existing_experiment import read_known, require_presence
 from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_directly
-from prefect_tune.tasks.run_trial import has_had_enough
+from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver

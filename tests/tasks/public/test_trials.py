@@ -17,6 +17,8 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.tasks.public.conftest import Caller
 
+pytestmark = pytest.mark.usefixtures("prefect_server")  # an attempt's saves are task runs
+
 
 @pytest.fixture(autouse=True)
 def _without_a_run() -> Iterator[None]:

@@ -33,7 +33,7 @@ from prefect_tune.tasks.public.arguments import TargetLike, trial_key
 from prefect_tune.tasks.public.attempts import trying_again, write
 from prefect_tune.tasks.public.ownership import own, writer_of_trial
 from prefect_tune.tasks.public.results import TrialState, trial_state
-from prefect_tune.tasks.run_trial import has_had_enough, run_attempt
+from prefect_tune.tasks.trial_attempt import has_had_enough, run_attempt
 
 __all__ = ["run_trial"]
 
