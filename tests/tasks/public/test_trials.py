@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def _without_a_run() -> Iterator[None]:
 class Counts(pt.Trainable):
     """Counts its steps; fails at `fails_at` while the file `broken` exists."""
 
-    def setup(self, config: dict[str, Any]) -> None:
+    def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.count = 0
 
