@@ -17,12 +17,12 @@ from prefect_tune.parameters.form_schema import (
     SyncField,
     TargetField,
 )
-from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
 from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results.results import Results
 from prefect_tune.suspension.answers import chosen_before
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import no_experiment_at
 from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment
 from prefect_tune.trust.require_trusted import require_trusted, trusted_here

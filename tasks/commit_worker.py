@@ -27,18 +27,14 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.events.experiment_events import (
-    CheckpointRef,
-    Committed,
     Event,
     Finished,
-    Quarantined,
     Reported,
     Retired,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key, parent_of_next, reused_from
-from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, parent_of_next, reused_from
+from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.prefect_api.short_task_run import run_here
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -46,12 +42,14 @@ from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
-from prefect_tune.tasks.checkpoints import (
-    SavedCheckpoint,
-    delete_checkpoint,
-    find_damaged,
-    find_leftovers,
-    save_checkpoint,
+from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.commit_entry import (
+    about_checkpoint,
+    commit_entry,
+    delete_retired,
+    find_doomed,
+    log_commit,
+    log_damage,
 )
 
 __all__ = ["USERS_FAULT", "CommitWorker", "PendingCheckpoint"]
@@ -194,7 +192,7 @@ class CommitWorker:
     def _save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         saved, doomed = self._committed(handed_over)
         committed(handed_over.report.step)
-        self._tell(saved)
+        log_commit(saved, self._log)
         self._artifacts.after_commit()
         if handed_over.ours:
             shutil.rmtree(handed_over.directory, ignore_errors=True)
@@ -239,56 +237,13 @@ class CommitWorker:
         self, saved: SavedCheckpoint, handed_over: PendingCheckpoint, upload_seconds: float
     ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
-        key, report = saved.key, handed_over.report
-        new = CheckpointRef(
-            step=key.step,
-            sequence=key.sequence,
-            metrics=report.metrics,
-            trained_seconds=report.trained_seconds,
-            size_bytes=saved.size_bytes,
-        )
-        live, policy = (*self._trial.checkpoints, new), self._plan.retention
-        aside = retired_aside(self._trial.aside, live, policy)
-        going = (*retired(live, policy), *(each.sequence for each in aside))
-        trial = self._plan.trial.trial
-        committed = Committed(
-            trial=trial,
-            checkpoint=new,
-            retires=going,
-            sent_bytes=saved.sent_bytes,
-            upload_seconds=round(upload_seconds, 3),
-        )
+        trial, report, policy = self._plan.trial.trial, handed_over.report, self._plan.retention
+        entry = commit_entry(self._plan.target, self.experiment, saved, report, policy, upload_seconds, self._log)
         done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
-        stay = [each for each in self._trial.checkpoints if each.sequence not in going]
-        damaged = self._sharing_damage(saved, stay)
-        self._write((committed, *damaged, *done), up_to=key.step)
+        self._write((*entry.events, *done), up_to=saved.key.step)
         self._commit_count += 1
-        self._tell_damage(saved, damaged)
-        known = {each.sequence: each for each in (*live, *aside)}
-        return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
-
-    def _sharing_damage(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
-        """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
-        if not saved.damaged:
-            return []
-        keys = [self._plan.trial.checkpoint_key(each) for each in live]
-        try:
-            found = find_damaged(self._plan.target, keys, saved.damaged)
-        except TuneError as error:  # the new checkpoint is whole, and is committed
-            self._log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
-            return []
-        trial = self._plan.trial.trial
-        return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
-
-    def _tell_damage(self, saved: SavedCheckpoint, aside: Sequence[Quarantined]) -> None:
-        if saved.damaged:
-            self._log.error(
-                "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are quarantined: %s",
-                saved.key.step,
-                plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
-                len(aside),
-                "; ".join(saved.damaged.values()),
-            )
+        log_damage(saved, entry.quarantined, self._log)
+        return entry.retired
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
@@ -320,45 +275,16 @@ class CommitWorker:
         return [report for report in self._waiting if up_to is None or report.step <= up_to]
 
     def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
-        stamp = new_write_id()
-        trial = self._trial
-        return About(
-            attempt=trial.attempt,
-            epoch=self.experiment.epoch,
-            write_id=stamp.write_id,
-            created_at=stamp.at,
-            parent=parent.name if (parent := newest_key(self._plan.trial, self._trial)) else None,
-            metrics=report.metrics,
-            trained_seconds=report.trained_seconds,
-            fingerprint={**trial.fingerprint, "code": self.code} if self.code else trial.fingerprint,
-            reports=tuple(reports),
-        )
+        about = about_checkpoint(self._plan.trial, self.experiment, report, reports, new_write_id())
+        code = {"code": self.code} if self.code else {}
+        return about.model_copy(update={"fingerprint": {**about.fingerprint, **code}})
 
     def _delete_leftovers(self) -> None:
         """Delete what an earlier owner retired and did not delete."""
-        settled_from = self.experiment.settled_from
-        try:
-            doomed = find_leftovers(self._plan.target, self._plan.trial, self._trial, settled_from)
-        except TuneError as error:
-            self._log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
-        else:
-            self._delete(doomed)
+        self._delete(find_doomed(self._plan.target, self._plan.trial, self.experiment, self._log))
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
-        """Delete retired checkpoints. A failure only costs space: the next attempt deletes them, from the journal.
-
-        Raises:
-            Superseded: the experiment is being deleted, or was deleted.
-        """
-        if not doomed:
-            return
-        try:
-            delete_checkpoint(self._plan.target, self._plan.trial, skip_prefect_introspection(self._trial), doomed)
-        except Superseded:
-            raise
-        except TuneError as error:
-            self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
-
-    def _tell(self, saved: SavedCheckpoint) -> None:
-        size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)
-        self._log.info("step %d committed: %s, of which %s were new", saved.key.step, size, sent)
+        """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
+        if doomed:
+            trial = skip_prefect_introspection(self._trial)
+            delete_retired(lambda: delete_checkpoint(self._plan.target, self._plan.trial, trial, doomed), self._log)

@@ -37,6 +37,7 @@ from prefect_tune.tasks.dead_attempts import settle_dead_attempts
 
 __all__ = [
     "Opening",
+    "append_entry",
     "check_target",
     "experiment_id",
     "no_experiment_at",
@@ -144,7 +145,7 @@ def _opened(
         if opened.settled_from == opened.opened_at:
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)
-        after = _appended(store, opened, adopted, _second(opening.stamp))
+        after = append_entry(store, opened, adopted, _second(opening.stamp))
     except _BehindError as behind:
         raise Superseded(str(behind)) from behind
     except (JournalCorrupt, UnknownVersion) as error:
@@ -207,10 +208,11 @@ def sync_experiment_state(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        return _appended(store, experiment, events, stamp)
+        return append_entry(store, experiment, events, stamp)
 
 
-def _appended(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+    """Write the next entry, and the segment that ends with it, if one does. Raises as `journal.append`."""
     after = append(store, experiment, events, stamp)
     write_due_segment(store, after)
     return after
@@ -233,7 +235,7 @@ def write_directly(
 
     def write() -> Experiment:
         with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
-            return _appended(store, experiment, events, once)
+            return append_entry(store, experiment, events, once)
 
     return with_retries(write)
 

@@ -50,6 +50,7 @@ STOPPING = ROOT / "docs" / "stopping.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
+OWN_FLOWS = ROOT / "docs" / "own-flows.md"
 TESTED = {
     README: {"python", "bash"},
     START: {"python", "bash"},
@@ -72,6 +73,7 @@ TESTED = {
     AUTOMATIONS: {"python"},
     DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"python"},
+    OWN_FLOWS: {"python", "bash", "text"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
@@ -120,6 +122,28 @@ def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
 ) -> None:
     done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefect_server: str, tmp_path: Path) -> None:
+    descent, *rest = blocks_of(OWN_FLOWS)
+    (tmp_path / "descent.py").write_text(descent.code)
+    shown = next(each.code for each in rest if each.language == "text")
+    code = [each for each in rest if each.language != "text"]
+    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= {
+        " ".join(x.split()) for x in done.stdout.splitlines()
+    }
+    trained = [int(step) for step in re.findall(r"trained step (\d+)", done.stdout)]
+    assert sorted(set(trained)) == list(range(1, 41))
+    assert len(trained) <= 41  # at most the step whose save was killed is trained twice
+    target = f"file://{tmp_path / 'runs'}"
+    restored = pt.restore_checkpoint.fn(target=target, experiment="descent", trial="slow")
+    assert restored is not None
+    x = 8.0
+    for _ in range(40):
+        x *= 0.9  # as without the kill
+    assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
 
 
 def test_the_page_on_automations_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:

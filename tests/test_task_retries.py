@@ -12,7 +12,7 @@ from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
 from prefect_tune.task_retries import is_transient, is_unavailable, retrying_refusals, with_retries
-from prefect_tune.tasks import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import check_target
 
 PASSING = [StoreUnavailable("503"), CommitUnknown("no reply")]

@@ -106,6 +106,10 @@ if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
     from prefect_tune.tasks import (
+        CommittedCheckpoint,
+        ExperimentState,
+        RestoredCheckpoint,
+        TrialState,
         delete_checkpoint,
         restore_checkpoint,
         restore_experiment_state,
@@ -132,6 +136,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
+    "CommittedCheckpoint",
     "Continue",
     "CrashLoop",
     "DamageFound",
@@ -139,6 +144,7 @@ __all__ = [
     "Decision",
     "Exhausted",
     "ExperimentPlateau",
+    "ExperimentState",
     "ExperimentStopper",
     "Exploit",
     "FailurePolicy",
@@ -166,6 +172,7 @@ __all__ = [
     "Proposed",
     "RandomSearch",
     "Repeated",
+    "RestoredCheckpoint",
     "Results",
     "ResumeFailed",
     "Retention",
@@ -193,6 +200,7 @@ __all__ = [
     "TrialInfo",
     "TrialReport",
     "TrialResult",
+    "TrialState",
     "TuneError",
     "UnknownVersion",
     "UnsafePayload",
@@ -256,7 +264,8 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.objective": "Objective",
     "prefect_tune.core.experiment.retention": "Retention",
     "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
-    "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
+    "prefect_tune.tasks": "CommittedCheckpoint ExperimentState RestoredCheckpoint TrialState "
+    "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
     "prefect_tune.artifact_sync.syncer": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",

@@ -123,12 +123,12 @@ def with_retries(act: Callable[[], _Result]) -> _Result:
             if not may_pass(error):
                 raise
             pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-            _log().warning("retrying in %.1f s: %s", pause_seconds, error)
+            run_log().warning("retrying in %.1f s: %s", pause_seconds, error)
             _pause(pause_seconds)
     return act()
 
 
-def _log() -> Log:
+def run_log() -> Log:
     """Return the logger of the current run, or the package's if there is none."""
     try:
         return get_run_logger()

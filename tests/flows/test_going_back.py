@@ -22,8 +22,7 @@ from prefect_tune.suspension.resume_forms import form_of_training
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, first_turn
 from prefect_tune.suspension.training_answers import QUESTION, follow_up
-from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.experiment_state import write_directly
+from prefect_tune.tasks.experiment_state import restore_experiment_state, write_directly
 from tests.flows.left_run import LeftRun
 from tests.flows.training import experiment_at
 from tests.flows.trouble import Trouble

@@ -50,9 +50,9 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Done, Yielded
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
-from prefect_tune.tasks.run_trial import AttemptResult
+from prefect_tune.tasks.trial_attempt import AttemptResult
 
-module = importlib.import_module("prefect_tune.tasks.run_trial")
+module = importlib.import_module("prefect_tune.tasks.trial_attempt")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
 transient = importlib.import_module("prefect_tune.task_retries")
 

@@ -41,6 +41,7 @@ from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.tasks import commit_entry
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
@@ -381,7 +382,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, mo
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(module, "find_leftovers", refuse)
+    monkeypatch.setattr(commit_entry, "find_leftovers", refuse)
     commit_worker = desk.attempt()
     desk.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "away"))

@@ -22,7 +22,7 @@ from prefect_tune.tasks.experiment_state import (
     restore_experiment_state,
     write_entry,
 )
-from prefect_tune.tasks.run_trial import _restore_newest
+from prefect_tune.tasks.trial_attempt import _restore_newest
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 
 ME = Owner(name="me", host="here", pid=1)

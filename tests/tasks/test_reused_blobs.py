@@ -16,6 +16,7 @@ from prefect_tune.core.events.experiment_events import Cause, Committed, Quarant
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.tasks import commit_entry
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
@@ -100,7 +101,7 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(module, "find_damaged", away)
+    monkeypatch.setattr(commit_entry, "find_damaged", away)
     saves(desk, commit_worker, *range(3, 3 + EVERY))
     assert damaged_steps(desk)[:2] == [1, 2]
     assert 2 + EVERY not in damaged_steps(desk)

@@ -23,7 +23,7 @@ from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
-from prefect_tune.tasks.run_trial import run_trial
+from prefect_tune.tasks.trial_attempt import run_trial
 
 __all__ = [
     "AttemptExited",

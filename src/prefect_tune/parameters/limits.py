@@ -1,4 +1,4 @@
-"""The limits of one run of an experiment, and whether a finished trial meets today's stop criterion."""
+"""The limits of one run of an experiment, and checks of a plan before anything is written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import CheckpointRef
 from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks.run_trial import curve_up_to
 
-__all__ = ["SearchLimits", "has_had_enough", "require_possible", "warn_of_limits"]
+__all__ = ["SearchLimits", "require_possible", "warn_of_limits"]
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,6 @@ class SearchLimits:
     """Reason that no new trial starts; empty while trials may start."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
     """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
-
-
-def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
-    """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
-    if trial.returned or trial.left or trial.metrics.get("done") is True:
-        return True
-    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    curve = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
-    return bool(curve) and stopper.why_stop(curve) is not None
 
 
 def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:

@@ -14,6 +14,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
@@ -27,6 +28,7 @@ __all__ = [
     "import_string",
     "name_of",
     "stopper_for",
+    "stopper_of_one_trial",
     "storable_config",
     "valid_trainable",
 ]
@@ -85,6 +87,15 @@ def stopper_for(stop: StopCriteria | str) -> Stopper:
     """
     named = load_named(stop, "stop") if isinstance(stop, str) and ":" in stop else stop
     return as_stopper(cast("StopCriteria", stop_from(named)))
+
+
+def stopper_of_one_trial(stopper: Stopper) -> Stopper:
+    """Return `stopper`. Raises `InvalidInput` if it ends a search of many trials."""
+    if found := of_experiment(stopper):
+        raise InvalidInput(
+            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+        )
+    return stopper
 
 
 def valid_trainable(trainable: object) -> object:

@@ -12,7 +12,10 @@ from prefect.runtime import flow_run, task_run
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 
-__all__ = ["current_owner", "new_write_id"]
+__all__ = ["current_owner", "is_same_writer", "new_write_id", "this_writer"]
+
+_PROCESS = uuid4().hex[:8]
+"""Tells the processes of scripts apart, which have no flow run."""
 
 
 def new_write_id() -> Stamp:
@@ -31,3 +34,21 @@ def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
         search_epoch=search_epoch,
         attempt=attempt,
     )
+
+
+def this_writer() -> Owner:
+    """Return the identity of the flow run that calls a public task, for all its tasks, in whatever process they run.
+
+    `attempt` is the run count, which a retry raises: the retried run supersedes the one before. Without a flow run
+    the writer is this process.
+    """
+    owner = current_owner(attempt=flow_run.run_count or 0)
+    name = owner.name if owner.flow_run else f"script {_PROCESS}"
+    return owner.model_copy(update={"name": name, "task_run": None})
+
+
+def is_same_writer(one: Owner | None, other: Owner) -> bool:
+    """Return whether two owners from `this_writer` are the same run of a flow, or the same process without one."""
+    if one is None or (one.flow_run, one.attempt) != (other.flow_run, other.attempt):
+        return False
+    return one.flow_run is not None or one.name == other.name

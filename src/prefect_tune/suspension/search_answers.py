@@ -7,7 +7,6 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.resume_compatibility import code_note
-from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.suspension.answers import standing_of, stop_after
@@ -15,6 +14,7 @@ from prefect_tune.suspension.resume_forms import InputForm, form_of_search, page
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import ResumeQuestion, Turn, first_turn
 from prefect_tune.task_retries import with_retries
+from prefect_tune.tasks.existing_experiment import read_known
 
 
 def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:

@@ -21,7 +21,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.suspension import is_suspended
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
@@ -29,6 +28,7 @@ from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.task_retries import with_retries
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment
 
 __all__ = [

@@ -36,7 +36,7 @@ from prefect_tune.monitoring.event_builder import EventContext, budgets_of
 from prefect_tune.monitoring.event_emitter import this_run
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible, warn_of_limits
+from prefect_tune.parameters.limits import SearchLimits, require_possible, warn_of_limits
 from prefect_tune.parameters.resume_compatibility import (
     require_code,
     require_same,
@@ -44,7 +44,6 @@ from prefect_tune.parameters.resume_compatibility import (
     say_errored,
     say_space,
 )
-from prefect_tune.parameters.resume_mode import read_known, require_presence
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.prefect_api.call_path import call_path
@@ -61,8 +60,9 @@ from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, say_what_is_resumable
 from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
-from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.experiment_state import check_target, write_directly
+from prefect_tune.tasks.existing_experiment import read_known, require_presence
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_directly
+from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver

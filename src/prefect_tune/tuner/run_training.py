@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
@@ -31,11 +30,10 @@ from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
+from prefect_tune.parameters.limits import SearchLimits, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.parameters.training_request import storable_config
+from prefect_tune.parameters.training_request import stopper_of_one_trial, storable_config
 from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -47,8 +45,9 @@ from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
 from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
-from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.experiment_state import check_target, write_entry
+from prefect_tune.tasks.existing_experiment import read_known
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
@@ -69,7 +68,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
 
 def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
-    stopper = _of_one_trial(first.plan.stopper)
+    stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
@@ -83,14 +82,6 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     _say_what_is_not_saved(trial)
     return spec, trial
-
-
-def _of_one_trial(stopper: Stopper) -> Stopper:
-    if found := of_experiment(stopper):
-        raise InvalidInput(
-            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
-        )
-    return stopper
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.models import StepReport, canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.parameters.resume_mode import read_or_fail
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.task_retries import with_retries
+from prefect_tune.tasks.existing_experiment import read_or_fail
 from prefect_tune.tasks.experiment_state import no_experiment_at
 
 __all__ = ["lessons_known", "new_lessons", "source_names"]

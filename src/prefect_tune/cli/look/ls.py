@@ -13,7 +13,7 @@ from prefect_tune.cli.shared.app import AsJson, Target, command
 from prefect_tune.cli.shared.open_target import looked_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import best_of, counted, is_search, named, objective_in
+from prefect_tune.core.experiment.summary import best_of, counted, kind_of, named, objective_in
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.messages.live_status import view_of
 from prefect_tune.core.models import metric_in
@@ -77,7 +77,7 @@ def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]
     metrics = objective.metrics if objective else ()
     row = _Listed(
         state.name,
-        "search" if is_search(state) else "training",
+        kind_of(state),
         trials=counted(state),
         best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
         best_trial=best.trial if best else None,

@@ -13,7 +13,17 @@ from prefect_tune.core.experiment.ranking import ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
-__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in", "shown_settings", "trial_named"]
+__all__ = [
+    "best_first",
+    "best_of",
+    "counted",
+    "is_search",
+    "kind_of",
+    "named",
+    "objective_in",
+    "shown_settings",
+    "trial_named",
+]
 
 
 _HAS_SECRETS = "trial_job_variables"
@@ -24,6 +34,11 @@ _REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 def is_search(state: Experiment) -> bool:
     """Return whether `state` is a search; an experiment of `durable_trainable` has one trial and no settings."""
     return bool(state.settings) or len(state.trials) > 1
+
+
+def kind_of(state: Experiment) -> str:
+    """Return "search" or "training": trials of a flow of one's own, however many, are trainings."""
+    return "search" if state.settings or any(trial.apart for trial in state.trials.values()) else "training"
 
 
 def counted(state: Experiment) -> Mapping[str, int]:

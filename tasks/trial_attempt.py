@@ -29,6 +29,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal, history
 from prefect_tune.core.messages.process_messages import Start
@@ -59,7 +60,7 @@ from prefect_tune.tasks.experiment_state import (
     write_entry,
 )
 
-__all__ = ["AttemptResult", "curve_up_to", "run_trial"]
+__all__ = ["AttemptResult", "curve_up_to", "has_had_enough", "run_attempt", "run_trial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,13 @@ def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Lo
     journal_writer = _journal_writer(plan, request, link)
     if isinstance(journal_writer, AttemptResult):
         return journal_writer
+    return run_attempt(plan, request, link, journal_writer, log)
+
+
+def run_attempt(
+    plan: TrialSpec, request: AttemptRequest, link: SearchLink, journal_writer: JournalWriter, log: Log
+) -> AttemptResult:
+    """Train one attempt of a trial, whose journal is open, and journal how it ended. Raises as `run_trial`."""
     if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).phase is not Phase.RUNNING:
         return AttemptResult(
             Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
@@ -365,3 +373,12 @@ def curve_up_to(plan: TrialSpec, start: CheckpointRef | None) -> Sequence[StepRe
     with plan.target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
         reports = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
     return [report for report in reports if report.step <= start.step]
+
+
+def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
+    """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
+    if trial.returned or trial.left or trial.metrics.get("done") is True:
+        return True
+    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    curve = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
+    return bool(curve) and stopper.why_stop(curve) is not None

@@ -1,0 +1,59 @@
+"""Read an experiment before it is opened, and check that it exists or not, as the run requires."""
+
+from __future__ import annotations
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.parameters.resume_mode import Resuming
+from prefect_tune.tasks.experiment_state import no_experiment_at, read_journal
+
+__all__ = ["read_known", "read_or_fail", "require_presence"]
+
+
+def require_presence(
+    target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None
+) -> LoadedJournal | None:
+    """Check, before anything is written, that the experiment exists or not, as `asked`.
+
+    Returns `known`, or the journal if it had to be read; None if neither.
+
+    Raises:
+        ResumeFailed: it has to exist and does not, or cannot be read. Nothing was started.
+        InvalidInput: it must not exist, and does; or 'local' was asked, and the target is not a `LocalTarget`.
+    """
+    if asked.local and not isinstance(target, LocalTarget):
+        raise InvalidInput(
+            f"resume='local': an experiment is stored on its target only, {target.uri}: there is no "
+            "copy on this machine that could be newer or older. Use 'must', or a target on this machine"
+        )
+    if asked.presence == "auto":
+        return known
+    known = known or read_known(target, experiment)
+    found = known.experiment
+    if asked.presence == "must" and not found.number:
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
+    if asked.presence == "never" and found.number:
+        raise InvalidInput(
+            f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and "
+            "resume='never' (or False) was given: use another name; no experiment is ever overwritten"
+        )
+    return known
+
+
+def read_or_fail(target: StorageTarget, experiment: str) -> Experiment:
+    """Return the state of `experiment` without opening it. Raises what `read_known` raises."""
+    return read_known(target, experiment).experiment
+
+
+def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
+    """Read the journal of `experiment`, before it is opened.
+
+    Raises:
+        ResumeFailed: it cannot be read, and retries do not help.
+    """
+    try:
+        return read_journal(target, experiment)
+    except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh") from error

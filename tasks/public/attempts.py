@@ -1,0 +1,83 @@
+"""Begin an attempt of a trial in a flow of one's own, and the events of its reports and of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import SaveOvertaken, StoreUnavailable
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.tasks.checkpoints import delete_checkpoint
+from prefect_tune.tasks.commit_entry import delete_retired, find_doomed
+from prefect_tune.tasks.public.ownership import append_beside_others, require_same
+
+__all__ = ["begin_attempt", "opening_events", "trying_again", "write"]
+
+_TRIES = 16
+_Result = TypeVar("_Result")
+
+
+def trying_again(act: Callable[[], _Result]) -> _Result:
+    """Return `act()`, repeated while other tasks of this flow run change the trial meanwhile.
+
+    Raises:
+        StoreUnavailable: they did so 16 times.
+    """
+    for _ in range(_TRIES):
+        try:
+            return act()
+        except SaveOvertaken as overtaken:
+            last = overtaken
+    raise StoreUnavailable(f"{last}; tried {_TRIES} times: save one trial from one task at a time") from last
+
+
+def write(
+    target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event], stamp: Stamp | None = None
+) -> Experiment:
+    """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
+    before = known.trials.get(trial)
+    return append_beside_others(target, known, events, stamp or new_write_id(), require_same(before, trial))
+
+
+def begin_attempt(target: StorageTarget, state: Experiment, folder: TrialKey, step: int, log: Log) -> Experiment:
+    """Return the experiment with `folder`'s trial running, before it reports `step`; begin an attempt if need be.
+
+    A new attempt also deletes the bytes of checkpoints that earlier ones retired.
+    """
+    events = opening_events(state.trials.get(folder.trial), folder.trial, step)
+    if not events:
+        return state
+    state = write(target, state, folder.trial, events)
+    if doomed := find_doomed(target, folder, state, log):
+        delete_retired(lambda: delete_checkpoint.fn(target, folder, state.trial(folder.trial), doomed), log)
+    return state
+
+
+def opening_events(
+    trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
+) -> Sequence[Event]:
+    """Return the events after which the trial runs and may report `step`; none if it may already."""
+    if trial is None:
+        return [TrialAdded(trial=name, config=config or {}), Started(trial=name, attempt=1, from_step=0)]
+    newest = newest_checkpoint(trial)
+    started = Started(
+        trial=name,
+        attempt=trial.attempt + 1,
+        from_step=newest.step if newest else 0,
+        from_sequence=newest.sequence if newest else None,
+    )
+    if trial.phase is Phase.RUNNING:
+        if step >= trial.step:
+            return []
+        message = f"step {step} is trained again, after step {started.from_step}"
+        return [AttemptEnded(trial=name, cause=Cause.PREEMPTED, message=message), started]
+    if trial.phase in ENDED:
+        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
+    return [started]

@@ -1,0 +1,141 @@
+"""The results of the public tasks: frozen values that can be printed, pickled and stored as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.events.experiment_events import CheckpointRef
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.models import Value
+from prefect_tune.core.storage.layout import TrialKey, below
+
+__all__ = ["CommittedCheckpoint", "ExperimentState", "RestoredCheckpoint", "TrialState"]
+
+
+class CommittedCheckpoint(Value):
+    """A committed checkpoint of a trial: complete, durable and listed in the experiment's journal."""
+
+    experiment: str
+    trial: str
+    step: int
+    metrics: Mapping[str, object]
+    """The metrics that it was saved with."""
+    uri: str
+    """Where it lies, without secrets: `pt.Checkpoint(uri)` reads it, with the credentials of the environment."""
+    size_bytes: int
+    """The size of the directory."""
+    sent_bytes: int | None = None
+    """The bytes that were uploaded: the others were on the target already; None where the save was an earlier one."""
+
+
+class RestoredCheckpoint(Value):
+    """A checkpoint whose verified files are in a local directory. It can be used as a path: `Path(restored, "x")`."""
+
+    directory: Path
+    """The directory with the files. It belongs to the caller, and nothing removes it."""
+    experiment: str
+    trial: str
+    step: int
+    """The step after which training continues."""
+    metrics: Mapping[str, object]
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+class TrialState(Value):
+    """The state of a trial in the experiment's journal."""
+
+    experiment: str
+    trial: str
+    status: Status
+    """`completed`, `pruned`, `interrupted`, `errored`, `running`, `paused` or `pending`."""
+    reason: str
+    """Why it has this status, or why its last attempt ended; empty where nothing ended yet."""
+    step: int
+    """The newest step, each counted once."""
+    metrics: Mapping[str, object]
+    """The metrics of that step."""
+    checkpoint: CommittedCheckpoint | None
+    """The newest committed checkpoint, from which the trial continues; None before the first."""
+    checkpoint_steps: tuple[int, ...]
+    """The steps of all its checkpoints, oldest first."""
+    attempts: int
+    """How many attempts have begun, over all flow runs."""
+    wasted_steps: int
+    """Steps that had to be trained again."""
+    config: Mapping[str, object]
+
+
+class ExperimentState(Value):
+    """The state of an experiment after one entry of its journal."""
+
+    experiment: str
+    uri: str
+    """Where it lies, without secrets."""
+    entry: int
+    """The number of that entry."""
+    owner: str
+    """The run that owns the experiment, as messages name it."""
+    trials: Mapping[str, TrialState] = Field(default_factory=dict)
+    """The trials by name, in the order in which they were added."""
+
+
+def committed_checkpoint(
+    target: StorageTarget, folder: TrialKey, checkpoint: CheckpointRef, sent_bytes: int | None = None
+) -> CommittedCheckpoint:
+    """Return the public value of a checkpoint of the trial `folder`."""
+    return CommittedCheckpoint(
+        experiment=folder.experiment,
+        trial=folder.trial,
+        step=checkpoint.step,
+        metrics=checkpoint.metrics,
+        uri=below(target.uri, folder.checkpoint_key(checkpoint).folder),
+        size_bytes=checkpoint.size_bytes,
+        sent_bytes=sent_bytes,
+    )
+
+
+def restored_checkpoint(folder: TrialKey, checkpoint: CheckpointRef, directory: Path) -> RestoredCheckpoint:
+    """Return the public value of a checkpoint of the trial `folder` whose files are in `directory`."""
+    return RestoredCheckpoint(
+        directory=directory,
+        experiment=folder.experiment,
+        trial=folder.trial,
+        step=checkpoint.step,
+        metrics=checkpoint.metrics,
+    )
+
+
+def trial_state(target: StorageTarget, experiment: str, trial: Trial) -> TrialState:
+    """Return the public state of a trial."""
+    folder, newest = TrialKey(experiment=experiment, trial=trial.trial), newest_checkpoint(trial)
+    return TrialState(
+        experiment=experiment,
+        trial=trial.trial,
+        status=trial.status,
+        reason=trial.reason,
+        step=trial.step,
+        metrics=trial.metrics,
+        checkpoint=committed_checkpoint(target, folder, newest) if newest else None,
+        checkpoint_steps=tuple(each.step for each in trial.checkpoints),
+        attempts=trial.attempt,
+        wasted_steps=trial.wasted_steps,
+        config=trial.config,
+    )
+
+
+def experiment_state(target: StorageTarget, experiment: Experiment) -> ExperimentState:
+    """Return the public state of an experiment."""
+    return ExperimentState(
+        experiment=experiment.name,
+        uri=below(target.uri, experiment.name),
+        entry=experiment.number,
+        owner=str(experiment.owner or ""),
+        trials={name: trial_state(target, experiment.name, each) for name, each in experiment.trials.items()},
+    )

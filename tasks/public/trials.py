@@ -1,0 +1,154 @@
+"""The public task that runs one attempt of a trial."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal, assert_never
+
+from prefect import task
+
+from prefect_tune.blocks import SyncConfig
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.parameters.limits import require_possible
+from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.parameters.training_request import stopper_of_one_trial, storable_config
+from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.search_link import InProcessLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.task_retries import RETRYING, retrying_refusals, run_log
+from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
+from prefect_tune.tasks.public.arguments import TargetLike, trial_key
+from prefect_tune.tasks.public.attempts import trying_again, write
+from prefect_tune.tasks.public.ownership import own, writer_of_trial
+from prefect_tune.tasks.public.results import TrialState, trial_state
+from prefect_tune.tasks.trial_attempt import has_had_enough, run_attempt
+
+__all__ = ["run_trial"]
+
+
+@task(name="run-trial", task_run_name="train {trial}", **RETRYING)
+def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are the options of a training
+    trainable: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    target: TargetLike,
+    experiment: str,
+    trial: str = "trial",
+    stop: Any = None,
+    checkpoint: Cadence | None = None,
+    retention: Retention | None = None,
+    sync: SyncConfig | None = None,
+    isolation: Literal["process", "thread"] = "process",
+    grace_period_seconds: float = 25,
+    silence_timeout_seconds: float | None = None,
+) -> TrialState:
+    """Run one attempt of a trial: restore its newest checkpoint, train, commit each checkpoint, journal the end.
+
+    The trainable runs in a process of its own, as in `durable_trainable`. Called again, by a retry or a later run of
+    the flow, the trial continues from its newest committed checkpoint; one that has finished is returned at once.
+    The flow run owns the experiment, as with `save_checkpoint`; it may run several trials of it at once (`.map`).
+    For retries with budgets, questions to people and a live report, call `durable_trainable` instead.
+
+    Args:
+        trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
+        config: the configuration of the trainable, such as `{"lr": 0.01}`.
+        target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
+        experiment: the experiment's name on the target; it is created if it does not exist.
+        trial: the trial's name in the experiment; the same name continues it.
+        stop: when to stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
+            Default: when the trainable is done.
+        checkpoint: when a class trainable saves. Default: every 60 s and at the end.
+        retention: which checkpoints to keep. Default: all.
+        sync: periods and timeouts in seconds, artifacts, and `commit="async"`.
+        isolation: `process` trains in a child process; `thread` in this one, for debuggers.
+        grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
+        silence_timeout_seconds: seconds without a report after which the trial is considered hung and is ended.
+            Default: never.
+
+    Returns:
+        TrialState: status, step, metrics and newest checkpoint; the status is `completed`, or `interrupted` if the
+            flow run was suspended.
+
+    Raises:
+        TrialFailed: the attempt failed, or asks a person. Call it again: it continues from the newest checkpoint. The
+            task is retried by itself after failures of the target only; pass `retry_condition_fn` to
+            `.with_options` for more.
+        InvalidInput: an argument is invalid, or does not fit the trial; nothing was started.
+        Superseded: another flow run has taken the experiment over, or another task the trial. Stop.
+        ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
+    """
+    given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except these two
+    given.pop("config")
+    given.pop("trial")
+    plan = SearchPlan(**given)
+    stopper = stopper_of_one_trial(plan.stopper)
+    spec = replace(trial_spec(plan, stopper), trial=trial_key(plan.experiment, trial), apart=False)
+    require_possible(spec)
+    return _trained(spec, storable_config(config), stopper)
+
+
+def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> TrialState:
+    state = trying_again(lambda: _ready(spec, config, stopper))
+    trial = state.trial(spec.trial.trial)
+    if trial.phase is not Phase.FINISHED:
+        state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
+        _require_success(outcome, spec)
+    return trial_state(spec.target, state.name, state.trial(spec.trial.trial))
+
+
+def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
+    """Return the experiment with the trial waiting for an attempt, or finished by today's stop criterion too."""
+    state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
+    require_same_training(state, spec, config)
+    events = _waiting_events(state.trials.get(name), spec, config, stopper)
+    return write(spec.target, state, name, events) if events else state
+
+
+def _waiting_events(
+    trial: Trial | None, spec: TrialSpec, config: Mapping[str, object], stopper: Stopper
+) -> Sequence[Event]:
+    name = spec.trial.trial
+    if trial is None:
+        return [TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)]
+    if trial.phase is Phase.RUNNING:
+        return [AttemptEnded(trial=name, cause=Cause.MACHINE, message="its task failed, and was started again")]
+    is_done = trial.phase is Phase.FINISHED and has_had_enough(spec, trial, stopper)
+    if trial.phase in ENDED and not is_done:
+        return [Requeued(trial=name, reason="another attempt was requested")]
+    return []
+
+
+def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Experiment, Outcome]:
+    with TrialProcessPool(slots=0) as pool:
+        link = InProcessLink(spec.trial.trial, lambda _: None, pool)
+        link.stop = stop
+        writer = JournalWriter(spec.target, state, writer_of_trial(spec.trial.trial), link.wrote)
+        with retrying_refusals(), closing(link):
+            ended = run_attempt(spec, AttemptRequest(search_epoch=state.epoch), link, writer, run_log())
+    return ended.experiment, ended.outcome
+
+
+def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
+    where = f"trial {spec.trial.trial!r} of experiment {spec.trial.experiment!r} at {spec.target.uri}"
+    match outcome:
+        case Done() | Yielded() | Failed(cause=Cause.PREEMPTED):
+            return
+        case Failed(message=message):
+            raise TrialFailed(f"{where}: {message}")
+        case Asking(question=asked):
+            raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
+        case _:
+            assert_never(outcome)

@@ -1,0 +1,97 @@
+"""A target in memory, and flow runs that call the public tasks: each is an owner of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.tasks.public import checkpoints, ownership
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+from tests.fakes.checkpoints import write
+
+
+@dataclass
+class Caller:
+    """Calls the public tasks as one flow run, without Prefect around them."""
+
+    target: BucketTarget
+    folder: Path
+    patch: pytest.MonkeyPatch
+    run: str = "first"
+    run_count: int = 1
+    task_run: str | None = None
+    experiment: str = "e"
+
+    @property
+    def bucket(self) -> Bucket:
+        return BUCKETS[self.target.name]
+
+    def begin(self, run: str, run_count: int = 1) -> Caller:
+        """From now on another flow run calls, or another try of one."""
+        self.run, self.run_count = run, run_count
+        return self
+
+    def on(self, store: ObjectStore) -> Caller:
+        """From now on the target has this store."""
+        BUCKETS[self.target.name] = store  # type: ignore[assignment]  # every store will do
+        return self
+
+    def owner(self) -> Owner:
+        return Owner(name=self.run, host="here", pid=1, flow_run=self.run, attempt=self.run_count)
+
+    def directory(self, step: int, content: str = "") -> Path:
+        files = {"weights": f"step {step}{content}".encode() * 100, "empty/nothing": b""}
+        folder = self.folder / f"step-{step}-{content}"
+        return folder if folder.exists() else write(folder, files)  # another thread may be saving it
+
+    def save(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
+        self.task_run = None  # another task run
+        return self.save_again(step, content, **more)
+
+    def save_again(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
+        """Save as a retry of the last task run does."""
+        self.task_run = self.task_run or f"{self.run}-{step}-{id(object())}"
+        place = {"target": self.target, "experiment": self.experiment, **more}
+        return pt.save_checkpoint.fn(self.directory(step, content), step=step, metrics={"loss": 1 / step}, **place)
+
+    def restore(self, step: int | None = None, **more: Any) -> pt.RestoredCheckpoint | None:
+        return pt.restore_checkpoint.fn(target=self.target, experiment=self.experiment, step=step, **more)
+
+    def sync(self, **more: Any) -> pt.ExperimentState:
+        return pt.sync_experiment_state.fn(target=self.target, experiment=self.experiment, **more)
+
+    def state(self) -> Experiment:
+        return load(self.bucket, self.experiment, side_by_side=map)
+
+
+@pytest.fixture
+def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
+    name = request.node.name
+    BUCKETS[name] = Bucket()
+    calls = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
+    identity: Callable[[], Owner] = calls.owner
+    monkeypatch.setattr(ownership, "this_writer", identity)
+    monkeypatch.setattr(checkpoints, "task_run", _TaskRun(calls))
+    yield calls
+    del BUCKETS[name]
+
+
+class _TaskRun(SimpleNamespace):
+    """Stands for `prefect.runtime.task_run`."""
+
+    def __init__(self, calls: Caller) -> None:
+        super().__init__(calls=calls)
+
+    @property
+    def id(self) -> str | None:
+        return str(self.calls.task_run) if self.calls.task_run else None

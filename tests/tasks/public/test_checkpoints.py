@@ -1,0 +1,164 @@
+"""The public tasks of checkpoints, called with plain arguments."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from tests.fakes.checkpoints import files_in, write
+from tests.tasks.public.conftest import Caller
+
+
+def trial_of(caller: Caller) -> Trial:
+    return caller.state().trial("trial")
+
+
+def test_what_is_saved_is_restored(caller: Caller, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        assert caller.save(step).step == step
+    newest, second = caller.restore(), caller.restore(2, directory=tmp_path / "second")
+    assert newest is not None
+    assert second is not None
+    assert (newest.step, newest.metrics) == (3, {"loss": 1 / 3})
+    assert files_in(newest.directory) == files_in(caller.directory(3))
+    assert second.directory == tmp_path / "second"
+    assert files_in(second.directory) == files_in(caller.directory(2))
+    assert Path(second, "weights").is_file()
+
+
+def test_a_trial_without_a_checkpoint_restores_nothing(caller: Caller) -> None:
+    assert caller.restore() is None
+    caller.sync(config={"lr": 1})
+    assert caller.restore() is None
+    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 4 is committed; those that are: none"):
+        caller.restore(4)
+
+
+def test_saving_a_step_again_with_the_same_files_changes_nothing(caller: Caller) -> None:
+    first = caller.save(1)
+    before = dict(caller.bucket.objects)
+    again = caller.save(1)
+    assert again == first.model_copy(update={"sent_bytes": None})
+    assert caller.bucket.objects == before
+    caller.begin("a later run").sync(status="completed")
+    assert caller.save(1).uri == first.uri
+    assert trial_of(caller).status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("content", ["other bytes", "same size"])
+def test_saving_a_step_again_with_other_files_is_refused(caller: Caller, content: str) -> None:
+    caller.save(2, "some  size" if content == "same size" else "")
+    with pytest.raises(pt.AlreadyCommitted, match=r"step 2 of trial 'trial'.*: it is committed with other files"):
+        caller.save(2, "same  size" if content == "same size" else content)
+    assert [each.step for each in trial_of(caller).checkpoints] == [2]
+
+
+def test_a_step_before_the_newest_checkpoint_is_refused(caller: Caller) -> None:
+    caller.save(5)
+    with pytest.raises(pt.AlreadyCommitted, match=r"step 3 .*: the newest checkpoint is of step 5"):
+        caller.save(3)
+
+
+def test_a_deleted_checkpoint_lets_the_trial_go_back(caller: Caller) -> None:
+    for step in (1, 2, 3):
+        caller.save(step)
+    place = {"target": caller.target, "experiment": "e"}
+    assert pt.delete_checkpoint.fn(step=3, **place) == 2  # its blob and its manifest
+    assert pt.delete_checkpoint.fn(step=3, **place) == 0
+    assert pt.delete_checkpoint.fn(step=1, trial="another", **place) == 0
+    newest = caller.restore()
+    assert newest is not None
+    assert newest.step == 2
+    caller.save(3, "otherwise")
+    assert [each.step for each in trial_of(caller).checkpoints] == [1, 2, 3]
+
+
+def test_retention_keeps_what_it_says_and_deletes_the_bytes(caller: Caller) -> None:
+    for step in (1, 2, 3, 4):
+        caller.save(step, retention=pt.Retention(last=2))
+    assert [each.step for each in trial_of(caller).checkpoints] == [3, 4]
+    assert sum("manifest" in path for path in caller.bucket.objects) == 2
+    assert sum("/blobs/" in path for path in caller.bucket.objects) == 2
+
+
+def spoil(caller: Caller, step: int) -> None:
+    """Damage the bytes of a step's checkpoint on the target."""
+    sequence = next(each.sequence for each in trial_of(caller).checkpoints if each.step == step)
+    for path, data in caller.bucket.objects.items():
+        if "/blobs/" in path and path.endswith(f"-{sequence:010d}"):
+            caller.bucket.objects[path] = bytes(len(data))
+
+
+def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(caller: Caller) -> None:
+    for step in (1, 2, 3):
+        caller.save(step)
+    spoil(caller, 3)
+    newest = caller.restore()
+    assert newest is not None
+    assert newest.step == 2
+    assert [each.checkpoint.step for each in trial_of(caller).aside] == [3]
+    caller.begin("a later run").save(3)  # the damaged one is no obstacle, and lends no bytes
+    again = caller.restore()
+    assert again is not None
+    assert (again.step, files_in(again.directory)) == (3, files_in(caller.directory(3)))
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(caller: Caller) -> None:
+    caller.save(1)
+    spoil(caller, 1)
+    with pytest.raises(pt.CheckpointCorrupt):
+        caller.restore(1)
+    with pytest.raises(pt.ResumeFailed, match=r"checkpoints are damaged\. Nothing was started afresh"):
+        caller.restore()
+
+
+def test_results_survive_json_and_pickle(caller: Caller, tmp_path: Path) -> None:
+    saved = caller.save(1, metadata={"by": "me"})
+    restored = caller.restore(directory=tmp_path / "restored")
+    state = caller.sync(status="paused", reason="for today")
+    for result in (saved, restored, state, state.trials["trial"]):
+        assert result is not None
+        assert type(result).model_validate_json(result.model_dump_json()) == result
+        assert pickle.loads(pickle.dumps(result)) == result
+        assert json.loads(result.model_dump_json())["experiment"] == "e"
+    assert state.trials["trial"].checkpoint == saved.model_copy(update={"sent_bytes": None})
+
+
+@pytest.mark.parametrize("step", [0, -1, True, 1.5, "1"])
+def test_a_step_that_is_no_count_is_refused_before_anything_is_written(caller: Caller, step: object) -> None:
+    with pytest.raises(pt.InvalidInput, match="step: expected a number from 1 on"):
+        pt.save_checkpoint.fn(caller.directory(1), target=caller.target, experiment="e", step=step)  # type: ignore[arg-type]  # the test's point
+    assert not caller.bucket.objects
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(caller: Caller, tmp_path: Path) -> None:
+    place = {"target": caller.target, "experiment": "e", "step": 1}
+    with pytest.raises(pt.InvalidInput, match="expected a directory, found none"):
+        pt.save_checkpoint.fn(tmp_path / "absent", **place)
+    with pytest.raises(pt.BadMetric, match="metrics: 'loss'"):
+        pt.save_checkpoint.fn(caller.directory(1), metrics={"loss": float("nan")}, **place)
+    with pytest.raises(pt.InvalidInput, match="name 'a/b'"):
+        pt.save_checkpoint.fn(caller.directory(1), trial="a/b", **place)
+    assert not caller.bucket.objects
+
+
+def test_a_uri_names_the_target_and_its_checkpoint(caller: Caller, tmp_path: Path) -> None:
+    target = str(tmp_path / "runs")
+    saved = pt.save_checkpoint.fn(caller.directory(1), target=target, experiment="e", step=1, metadata={"by": "me"})
+    assert saved.uri.startswith(Path(target).as_uri())
+    with pt.Checkpoint(saved.uri).as_directory() as directory:
+        assert files_in(directory) == files_in(caller.directory(1))
+    assert pt.Checkpoint(saved.uri).get_metadata() == {"by": "me"}
+
+
+def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path: Path) -> None:
+    caller.save(1)
+    mine = write(tmp_path / "mine", {"precious": b"1"})
+    with pytest.raises(pt.InvalidInput, match="not empty, and not this checkpoint"):
+        caller.restore(directory=mine)
+    assert files_in(mine) == {"precious": b"1"}

@@ -1,0 +1,185 @@
+"""One flow run owns an experiment: a re-run takes over, and the run before it is refused."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.epochs import earlier_owners
+from prefect_tune.tasks.public import attempts, ownership
+from tests.fakes.checkpoints import files_in
+from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.experiments import write_search
+from tests.tasks.public.conftest import Caller
+
+
+def test_a_run_keeps_its_epoch_and_its_attempt(caller: Caller) -> None:
+    for step in (1, 2, 3):
+        caller.save(step)
+    state = caller.state()
+    assert (state.epoch, state.trial("trial").attempt, state.trial("trial").status) == (1, 1, Status.RUNNING)
+
+
+@pytest.mark.parametrize(("run", "run_count"), [("first", 2), ("another", 1)], ids=["a retry", "another run"])
+def test_a_later_run_takes_over_and_the_earlier_one_is_refused(caller: Caller, run: str, run_count: int) -> None:
+    caller.save(1)
+    caller.begin(run, run_count).save(2)
+    state = caller.state()
+    assert (state.epoch, state.trial("trial").attempt) == (2, 2)
+    caller.begin("first", 1)
+    for act in (lambda: caller.save(3), lambda: caller.sync(status="completed"), lambda: caller.save(2)):
+        with pytest.raises(
+            pt.Superseded, match=rf"{run} \(pid 1 on here, flow run {run}\) has taken it over from this"
+        ):
+            act()
+    assert caller.state() == state
+    caller.begin(run, run_count).save(3)
+    assert [each.step for each in caller.state().trial("trial").checkpoints] == [1, 2, 3]
+
+
+def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> None:
+    for number in range(1, 9):
+        caller.begin(f"run {number}").save(2 * number)
+        caller.save(2 * number + 1)
+    owners = earlier_owners(caller.bucket, caller.state(), side_by_side=map)
+    assert [each.name for each in owners] == [f"run {number}" for number in range(1, 8)]
+    for number in range(1, 8):
+        with pytest.raises(pt.Superseded):
+            caller.begin(f"run {number}").save(100)
+
+
+def test_opening_an_experiment_fences_the_earlier_run_off_before_any_save(caller: Caller) -> None:
+    caller.save(1)
+    opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
+    assert (opened.trials["trial"].status, opened.trials["trial"].step) == (Status.PENDING, 1)
+    with pytest.raises(pt.Superseded):
+        caller.begin("first").save(2)
+
+
+def test_restoring_takes_nothing_over(caller: Caller) -> None:
+    caller.save(1)
+    caller.begin("a reader").restore()
+    caller.begin("first").save(2)
+    assert caller.state().epoch == 1
+
+
+def test_trials_of_one_run_are_saved_side_by_side(caller: Caller) -> None:
+    caller.task_run = "one for all"
+    caller.directory(1)
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(lambda trial: caller.save_again(1, trial=trial), "abcdefgh"))
+    state = caller.state()
+    assert sorted(state.trials) == sorted("abcdefgh") == [each.trial for each in done]
+    assert state.epoch == 1
+    assert {(each.attempt, len(each.checkpoints)) for each in state.trials.values()} == {(1, 1)}
+
+
+def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: Caller) -> None:
+    """Each process has a lock of its own: here none is held, as if every call came from another process."""
+
+    class NoLock:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    class NoLocks(dict[object, NoLock]):
+        def __missing__(self, _key: object) -> NoLock:
+            return NoLock()
+
+    caller.patch.setattr(ownership, "_writing", NoLocks())
+    caller.task_run = "one for all"
+    caller.directory(1)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda trial: caller.save_again(1, trial=trial), "abcd"))
+    state = caller.state()
+    assert (state.epoch, sorted(state.trials)) == (1, list("abcd"))
+    assert {(each.attempt, len(each.checkpoints)) for each in state.trials.values()} == {(1, 1)}
+
+
+def test_one_step_that_is_saved_twice_at_once_is_one_checkpoint(caller: Caller) -> None:
+    caller.task_run = "one for all"
+    caller.directory(1)
+    with ThreadPoolExecutor(4) as pool:
+        saved = list(pool.map(lambda _: caller.save_again(1), range(4)))
+    assert len({each.uri for each in saved}) == 1
+    assert len(caller.state().trial("trial").checkpoints) == 1
+
+
+def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attempt(caller: Caller) -> None:
+    caller.save(1)
+    caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}})
+    caller.save(2)  # the same flow run, resumed after a suspension, went back to its checkpoint
+    trial = caller.state().trial("trial")
+    assert (trial.attempt, trial.step, trial.wasted_steps) == (2, 2, 2)
+
+
+def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:
+    write_search(tmp_path / "runs", "e", {"a": 0.5, "b": 0.25})
+    before = files_in(tmp_path / "runs")
+    with pytest.raises(pt.InvalidInput, match="is a search, which writes its journal itself"):
+        caller.save(1, target=str(tmp_path / "runs"))
+    assert files_in(tmp_path / "runs") == before
+
+
+def points(caller: Caller, only: frozenset[str] | None) -> int:
+    """Return how many operations a run of two saves makes."""
+    store = DyingStore(caller.bucket, 0, only=only)
+    caller.experiment = "counted"
+    caller.on(store)
+    caller.save(1, retention=pt.Retention(last=1))
+    caller.save(2, retention=pt.Retention(last=1))
+    caller.on(store.inner)  # type: ignore[arg-type]  # it is the fixture's
+    caller.experiment = "e"
+    return store.total
+
+
+@pytest.mark.parametrize("way", [Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN])
+def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(caller: Caller, way: Way) -> None:
+    bucket = caller.bucket
+    for nth in range(1, points(caller, WRITES) + 1):
+        caller.experiment, done = f"e-{nth}", list[int]()
+        caller.on(DyingStore(bucket, nth, way, only=WRITES)).begin("first")
+        with pytest.raises(Crash):
+            done.extend(caller.save(step, retention=pt.Retention(last=1)).step for step in (1, 2))
+        caller.on(bucket).begin("later")
+        found = caller.restore()
+        start = found.step if found else 0
+        assert max(done, default=0) <= start <= max(done, default=0) + 1, nth
+        for step in range(start + 1, 4):
+            caller.save(step, retention=pt.Retention(last=1))
+        state = caller.state()
+        assert [each.step for each in state.trial("trial").checkpoints] == [3], nth
+        kept = [path for path in bucket.objects if path.startswith(f"e-{nth}/") and "manifest" in path]
+        assert len(kept) == 1, nth
+
+
+@pytest.mark.parametrize("way", [Way.REPLY_LOST, Way.UNAVAILABLE])
+def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = caller.bucket
+    monkeypatch.setattr("prefect_tune.task_retries._PAUSES_SECONDS", (0.0,) * 7)
+    for nth in range(1, points(caller, None) + 1):
+        caller.experiment = f"e-{nth}"
+        caller.on(DyingStore(bucket, nth, way)).begin("first")
+        for step in (1, 2):
+            caller.task_run = None
+            for _ in range(3):
+                try:
+                    caller.save_again(step, retention=pt.Retention(last=1))
+                    break
+                except (pt.CommitUnknown, pt.StoreUnavailable):
+                    continue
+        caller.on(bucket)
+        trial = caller.state().trial("trial")
+        assert ([each.step for each in trial.checkpoints], trial.attempt, caller.state().epoch) == ([2], 1, 1), nth
+
+
+def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken() -> None:
+        raise pt.SaveOvertaken("trial 't' was changed")
+
+    monkeypatch.setattr(attempts, "_TRIES", 3)
+    with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
+        attempts.trying_again(overtaken)

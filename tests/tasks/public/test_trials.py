@@ -1,0 +1,135 @@
+"""The public task that runs one attempt of a trial, in real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging import disable_run_logger
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import load
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.tasks.public.conftest import Caller
+
+pytestmark = pytest.mark.usefixtures("prefect_server")  # an attempt's saves are task runs
+
+
+@pytest.fixture(autouse=True)
+def _without_a_run() -> Iterator[None]:
+    with disable_run_logger():
+        yield
+
+
+class Counts(pt.Trainable):
+    """Counts its steps; fails at `fails_at` while the file `broken` exists."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.count = 0
+
+    def step(self) -> dict[str, object]:
+        self.count += 1
+        if self.count == self.config.get("fails_at") and Path(self.config["broken"]).exists():
+            raise ValueError("broken on purpose")
+        return {"count": self.count}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "count").write_text(str(self.count))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = int(Path(checkpoint_dir, "count").read_text())
+
+
+def run(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt.TrialState:
+    options: dict[str, Any] = {
+        "target": str(tmp_path / "runs"),
+        "experiment": "e",
+        "stop": {"step": 4},
+        "checkpoint": pt.Cadence(every_steps=1),
+    }
+    return pt.run_trial.fn(Counts, config or {}, **options | more)
+
+
+def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: Caller, tmp_path: Path) -> None:
+    done = run(tmp_path, {"rate": 0.5})
+    assert (done.status, done.step, done.metrics["count"], done.attempts) == (Status.COMPLETED, 4, 4, 1)
+    assert done.config == {"rate": 0.5}
+    assert done.checkpoint is not None
+    assert (done.checkpoint.step, done.checkpoint_steps) == (4, (1, 2, 3, 4))
+    caller.begin("later")
+    assert run(tmp_path, {"rate": 0.5}) == done
+    further = run(tmp_path, {"rate": 0.5}, stop={"step": 6})
+    assert (further.step, further.attempts, further.wasted_steps) == (6, 2, 0)
+
+
+@pytest.mark.usefixtures("caller")
+def test_a_failed_attempt_raises_and_the_next_call_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    config = {"fails_at": 3, "broken": str(tmp_path / "broken")}
+    Path(config["broken"]).touch()
+    with pytest.raises(pt.TrialFailed, match=r"trial 'trial' of experiment 'e' at .*: ValueError: broken on purpose"):
+        run(tmp_path, config)
+    Path(config["broken"]).unlink()
+    done = run(tmp_path, config)
+    assert (done.status, done.step, done.attempts, done.wasted_steps) == (Status.COMPLETED, 4, 2, 0)
+
+
+@pytest.mark.usefixtures("caller")
+def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda trial: run(tmp_path, {"name": trial}, trial=trial), "abc"))
+    assert [(each.trial, each.status, each.step, each.attempts) for each in done] == [
+        (trial, Status.COMPLETED, 4, 1) for trial in "abc"
+    ]
+    state = load(PosixStore(tmp_path / "runs"), "e", side_by_side=map)
+    assert (state.epoch, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
+
+
+@pytest.mark.usefixtures("caller")
+def test_another_configuration_or_trainable_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, {"rate": 0.5})
+    with pytest.raises(pt.InvalidInput, match=r"expected its config \{'rate': 0\.5\}, found \{'rate': 0\.25\}"):
+        run(tmp_path, {"rate": 0.25})
+    with pytest.raises(pt.InvalidInput, match="is for a search of many trials"):
+        run(tmp_path, {"rate": 0.5}, stop=pt.MaxFailures(2))
+
+
+def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path) -> None:
+    run(tmp_path, trial="a")
+    caller.begin("later")
+    run(tmp_path, trial="b")
+    caller.begin("first")
+    with pytest.raises(pt.Superseded):
+        run(tmp_path, trial="c")
+
+
+def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Caller, tmp_path: Path) -> None:
+    """Both run in one epoch: the attempt's number fences the first one off."""
+    waits = tmp_path / "waits"
+
+    def train(_config: dict[str, Any]) -> None:
+        checkpoint = tmp_path / "checkpoint"
+        checkpoint.mkdir(exist_ok=True)
+        pt.report({"first": 1}, checkpoint=pt.Checkpoint.from_directory(checkpoint))
+        if pt.get_trial().attempt == 1:
+            waits.touch()
+            while waits.exists():
+                time.sleep(0.05)
+            pt.report({"second": 1})
+
+    place: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e", "isolation": "thread"}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(pt.run_trial.fn, train, {}, **place)
+        while not (waits.exists() or first.done()):
+            time.sleep(0.05)
+        second = pt.run_trial.fn(train, {}, **place | {"stop": {"step": 2}})
+        waits.unlink()
+        with pytest.raises(pt.Superseded, match="has begun attempt 2 or ended this one"):
+            first.result()
+    assert (second.status, second.attempts) == (Status.COMPLETED, 2)
+    assert caller.experiment == "e"
