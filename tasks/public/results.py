@@ -39,7 +39,9 @@ class RestoredCheckpoint(Value):
     directory: Path
     """The directory with the files. It belongs to the caller, and nothing removes it."""
     experiment: str
+    """The name of its experiment."""
     trial: str
+    """The name of its trial."""
     step: int
     """The step after which training continues."""
     metrics: Mapping[str, object]
@@ -70,6 +72,7 @@ class TrialState(Value):
     wasted_steps: int
     """Steps that had to be trained again."""
     config: Mapping[str, object]
+    """Its configuration; empty if none was passed."""
 
 
 class ExperimentState(Value):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.events.experiment_events import TrialAdded
+from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.epochs import earlier_owners
-from prefect_tune.tasks.public import attempts, ownership
+from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.quarantine import quarantine
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.tasks.public import attempts, checkpoints, ownership
 from tests.fakes.checkpoints import files_in
 from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.experiments import write_search
@@ -99,6 +106,16 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
     assert {(each.attempt, len(each.checkpoints)) for each in state.trials.values()} == {(1, 1)}
 
 
+def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
+    caller.save(1)
+    nothing, read = LoadedJournal(nothing_yet("e")), ownership.read_known
+    answers = iter([nothing])  # read before the other task had opened it
+    caller.patch.setattr(ownership, "read_known", lambda *place: next(answers, None) or read(*place))
+    caller.save(2)
+    state = caller.state()
+    assert (state.epoch, state.trial("trial").attempt, state.trial("trial").step) == (1, 1, 2)
+
+
 def test_one_step_that_is_saved_twice_at_once_is_one_checkpoint(caller: Caller) -> None:
     caller.task_run = "one for all"
     caller.directory(1)
@@ -183,3 +200,45 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
     monkeypatch.setattr(attempts, "_TRIES", 3)
     with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
         attempts.trying_again(overtaken)
+
+
+def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(caller: Caller) -> None:
+    known, stamp = ownership.own(caller.target, "e"), Stamp(write_id="mine", at="now")
+    caller.sync(trial="b")  # by another task
+    mine = [TrialAdded(trial="a", config={})]
+    once = ownership.append_beside_others(caller.target, known, mine, stamp, lambda _: None)
+    again = ownership.append_beside_others(caller.target, known, mine, stamp, lambda _: None)
+    assert again == once == caller.state()
+    assert list(once.trials) == ["b", "a"]
+
+
+def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(caller: Caller) -> None:
+    """It may share the damaged bytes; here the process is killed before it has saved again."""
+    folder = TrialKey(experiment="e", trial="trial")
+    caller.save(1)
+    first = folder.checkpoint_key(caller.state().trial("trial").checkpoints[0])
+    tries: list[int] = []
+
+    def commit_entry(*arguments: Any) -> Any:
+        tries.append(len(tries))
+        if len(tries) == 2:
+            raise Crash
+        quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
+        return real(*arguments)
+
+    real = checkpoints.commit_entry
+    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
+    with pytest.raises(Crash):
+        caller.save(2)
+    caller.patch.setattr(checkpoints, "commit_entry", real)
+    opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
+    assert tries == [0, 1]
+    overtaken, saved_again = sorted(_sequences(caller, step=2))
+    assert [each.sequence for each in caller.state().trial("trial").checkpoints] == [saved_again] != [overtaken]
+    assert opened.trials["trial"].checkpoint_steps == (2,)
+
+
+def _sequences(caller: Caller, step: int) -> list[int]:
+    """Return the sequences of a step's manifests on the target."""
+    names = [path.split("/")[-2] for path in caller.bucket.objects if path.endswith("/manifest.json")]
+    return [int(name.partition("-")[2]) for name in names if name.startswith(f"{step:010d}-")]
