@@ -194,6 +194,7 @@ def public_names() -> dict[str, str]:
         for node in imports
         if str(node.module).startswith("prefect_tune.")
         for name in node.names
+        if name.asname is None  # else it is no public name
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from prefect_tune.built_in import BUILT_IN
+from prefect_tune.built_in import BUILT_IN as _BUILT_IN
 
 if TYPE_CHECKING:
     from prefect_tune.artifact_sync.syncer import Syncer
@@ -272,7 +272,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-_MODULE_OF |= {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
+_MODULE_OF |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}
 
 
 def __getattr__(name: str) -> object:

@@ -62,7 +62,7 @@ def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> 
 def test_opening_an_experiment_fences_the_earlier_run_off_before_any_save(caller: Caller) -> None:
     caller.save(1)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
-    assert (opened.trials["trial"].status, opened.trials["trial"].step) == (Status.PENDING, 1)
+    assert (opened.trials["trial"].status, opened.trials["trial"].step) == (Status.INTERRUPTED, 1)
     with pytest.raises(pt.Superseded):
         caller.begin("first").save(2)
 
