@@ -89,7 +89,7 @@ def stage_pages(stage: Path) -> None:
     shutil.copytree(ROOT / "docs", pages)
     shutil.copy(ROOT / "zensical.toml", stage)
     for source, page in MADE.items():
-        shutil.copy(ROOT / source, pages / page)
+        (pages / page).write_text((ROOT / source).read_text().replace("](../docs/", "]("))
     with (pages / "cli.md").open("a") as command_line:
         command_line.writelines(commands())
     for name, text in api_pages().items():

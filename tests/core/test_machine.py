@@ -361,6 +361,9 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))
+    for _ in range(5):  # what is drawn depends on the modules that other tests have imported: a rare one may be missing
+        if set(trials.NEXT) - seen:
+            run_state_machine_as_test(Trial, settings=settings(CI, derandomize=False))
     assert set(trials.NEXT) - seen == set()
     record_property("figure: transitions of a trial, each seen by the state machines", len(trials.NEXT))
 

@@ -143,7 +143,7 @@ def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_name_that_the_module_does_not_have_is_told_before_a_step(tmp_path: Path) -> None:
-    with pytest.raises(TrialFailed, match="NoSuchName"):
+    with pytest.raises(InvalidInput, match="has no 'NoSuchName'; did you mean 'NoStep'"):
         _train(tmp_path / "target", tmp_path / "trained", trainable="tests.trainables.faulty:NoSuchName")
 
 

@@ -41,7 +41,7 @@ def _start(drivers: Drivers, target: S3Target, witness: Path, **options: Any) ->
         experiment=_NAME,
         stop={"step": _STEPS},
         checkpoint=Cadence(every_steps=5),
-        sync=SyncConfig(sync_timeout_seconds=_DEADLINE_SECONDS, sync_artifacts=False),
+        sync=SyncConfig(sync_timeout_seconds=_DEADLINE_SECONDS, sync_artifacts=False, live_period_seconds=None),
         **options,
     )
 

@@ -78,7 +78,7 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     assert [(each["step"], each["host"]) for each in report["trials"]] == [(2, socket.gethostname())] * 2
     (tmp_path / "go").touch()
     driver.wait()
-    assert shown(local_target)["trials_by_status"] == {"finished": 2}
+    assert shown(local_target)["trials_by_status"] == {"completed": 2}
     left = [*Path(local_target.path).glob("e/live/*"), *Path(local_target.path).glob("e/trials/*/live/*")]
     assert not left, "it is of no use any more"
 
@@ -97,7 +97,7 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     assert "its process has probably ended" in looked("report", local_target.path, "e")
     (tmp_path / "go").touch()
     started(drivers, local_target, tmp_path / "go", period=1).wait()
-    assert shown(local_target)["trials_by_status"] == {"finished": 2}
+    assert shown(local_target)["trials_by_status"] == {"completed": 2}
     assert not list(Path(local_target.path).glob("e/live/*"))
 
 

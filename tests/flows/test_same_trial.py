@@ -12,7 +12,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Plateau, Stopper
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.training_request import name_of
@@ -72,7 +72,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: Tria
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialSpec, stopper: Stopper) -> None:
-    done = Trial(trial="trial", config={}, status=Status.COMPLETED, step=7, metrics={"done": True})
+    done = Trial(trial="trial", config={}, status=Phase.FINISHED, step=7, metrics={"done": True})
     assert has_had_enough(plan, done, stopper)
 
 

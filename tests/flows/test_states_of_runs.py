@@ -128,7 +128,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
     assert state.is_failed()
     assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
     more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
-    assert [str(each.status) for each in more.trials.values()] == ["errored", "finished"]
+    assert [str(each.status) for each in more.trials.values()] == ["errored", "completed"]
 
 
 # ----------------------------------------------------------------------------------------- what a kill leaves
@@ -198,5 +198,5 @@ def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplo
     searched(local_target, [0.1, 0.05])
     caplog.clear()
     searched(local_target, [0.1, 0.05])
-    found = "2 trials found: 1 finished, 1 errored; best: trial 00001, errored, loss 0.05"
+    found = "2 trials found: 1 completed, 1 errored; best: trial 00001, errored, loss 0.05"
     assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages

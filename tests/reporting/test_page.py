@@ -354,9 +354,10 @@ def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_
     told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
     page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
     assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
-    assert "| trial | status | step | host | loss |" in page
+    assert "All of them: status running, host gpu-1." in page
+    assert "| trial | step | loss |" in page
     row = next(line for line in page.splitlines() if line.startswith("| [1]"))
-    assert [cell.strip() for cell in row.split("|")][2:6] == ["running", "59", "gpu-1", "0.25"]
+    assert [cell.strip() for cell in row.split("|")][2:4] == ["59", "0.25"]
     told.trains("1", 2, {"loss": 0.4})
     assert told.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step in order"
     told.tell(Finished(trial="1", reason="enough"))

@@ -272,8 +272,8 @@ def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: F
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
         (broke,) = heard(channel)
     assert isinstance(broke, Broke)
-    assert broke.message == "RuntimeError: no licence"
-    assert "its import raised RuntimeError: no licence" in hearing.lines[0]
+    assert "cannot be imported: RuntimeError: no licence" in broke.message
+    assert "cannot be imported: RuntimeError: no licence" in hearing.lines[0]
 
 
 def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Family, hearing: Hearing) -> None:
@@ -281,7 +281,7 @@ def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Famil
     module.write(f"raise ValueError({'あ' * 900!r})")
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
         assert isinstance(heard(channel)[-1], Broke)
-    assert "its import raised ValueError: ああ" in hearing.lines[0]
+    assert "cannot be imported: ValueError: ああ" in hearing.lines[0]
 
 
 def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:

@@ -20,7 +20,7 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, newest_checkpoint
 from prefect_tune.core.models import StepReport
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 
@@ -73,7 +73,7 @@ class SimulatedSearch:
         return after_event(self.experiment, event, self.number)
 
     def _fill(self) -> None:
-        waiting = [each.trial for each in self.experiment.trials.values() if each.status is Status.PENDING]
+        waiting = [each.trial for each in self.experiment.trials.values() if each.phase is Phase.PENDING]
         new = [f"{number:05d}" for number in range(len(self.experiment.trials), self.trials)]
         for trial in [*waiting, *new][: self.slots - len(self.next_at)]:
             if trial not in self.experiment.trials:
