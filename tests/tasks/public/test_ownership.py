@@ -17,6 +17,8 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.tasks.commit_entry import commit_entry
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.public import attempts, checkpoints, ownership
 from tests.fakes.checkpoints import files_in
 from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
@@ -108,7 +110,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save(1)
-    nothing, read = LoadedJournal(nothing_yet("e")), ownership.read_known
+    nothing, read = LoadedJournal(nothing_yet("e")), read_known
     answers = iter([nothing])  # read before the other task had opened it
     caller.patch.setattr(ownership, "read_known", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
@@ -219,14 +221,14 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
     first = folder.checkpoint_key(caller.state().trial("trial").checkpoints[0])
     tries: list[int] = []
 
-    def commit_entry(*arguments: Any) -> Any:
+    def quarantining(*arguments: Any) -> Any:
         tries.append(len(tries))
         if len(tries) == 2:
             raise Crash
         quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
         return real(*arguments)
 
-    real = checkpoints.commit_entry
+    real = commit_entry_once
     caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
     with pytest.raises(Crash):
         caller.save(2)
