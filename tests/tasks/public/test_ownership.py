@@ -226,10 +226,9 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         if len(tries) == 2:
             raise Crash
         quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
-        return real(*arguments)
+        return commit_entry(*arguments)
 
-    real = commit_entry_once
-    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
+    caller.patch.setattr(checkpoints, "commit_entry", quarantining)
     with pytest.raises(Crash):
         caller.save(2)
     caller.patch.setattr(checkpoints, "commit_entry", real)
