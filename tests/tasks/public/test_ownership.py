@@ -231,7 +231,7 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
     caller.patch.setattr(checkpoints, "commit_entry", quarantining)
     with pytest.raises(Crash):
         caller.save(2)
-    caller.patch.setattr(checkpoints, "commit_entry", real)
+    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
     assert tries == [0, 1]
     overtaken, saved_again = sorted(_sequences(caller, step=2))
