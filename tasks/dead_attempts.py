@@ -22,7 +22,7 @@ _begun_here: set[str] = set()
 def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     """Set the task runs of attempts that were running when `owner` took the journal over to Crashed, in a thread.
 
-    The thread ends by itself within seconds; errors of the Prefect server change nothing.
+    The thread does not delay the end of the process; errors of the Prefect server change nothing.
 
     Args:
         before: the experiment before the takeover, of a trial's own journal or of a single training's.
@@ -38,9 +38,9 @@ def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     def is_dead(run: TaskRun) -> bool:
         return str(run.id) == dead.task_run if dead.task_run else run.name in names
 
-    message = f"superseded: {owner} took over after its process died"
+    message = f"superseded: {owner} took over"
     settle = (set_crashed, UUID(dead.flow_run), is_dead, message)
-    threading.Thread(target=copy_context().run, args=settle, name="settle-dead-attempts").start()
+    threading.Thread(target=copy_context().run, args=settle, name="settle-dead-attempts", daemon=True).start()
 
 
 def _is_running_here(trial: Trial) -> bool:

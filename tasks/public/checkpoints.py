@@ -79,8 +79,10 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
     """Publish a local directory as the checkpoint of a trial's step; on return it is committed, and durable.
 
     The flow run owns the experiment from its first save on: the saves of any other run are refused from then on, and
-    a run that is started again takes over. A save that was killed leaves no checkpoint, and the next one sends only
-    the bytes that are missing. Saving a step again with the same files returns its checkpoint and sends nothing.
+    a run that is started again takes over. A save that was killed leaves no checkpoint, or a whole one if only its
+    entry in the journal was missing: call `restore_experiment_state` before `restore_checkpoint`, so that it is found.
+    The next save sends only the bytes that are missing. Saving a step again with the same files returns its
+    checkpoint and sends nothing.
 
     Save one trial's steps one after another, and different trials as you like (`.map`). With `.submit`, pass
     `wait_for=[the save before]`.

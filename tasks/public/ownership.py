@@ -26,7 +26,7 @@ from prefect_tune.supervisor.journal_writer import Writer
 from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer
 from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import Opening, append_entry, open_journal
+from prefect_tune.tasks.experiment_state import Opening, append_entry, check_target, open_journal
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
 
@@ -62,6 +62,8 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
 
 
 def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experiment:
+    check_target.fn(target)
+
     def also(found: Experiment) -> Sequence[Event]:
         if is_same_writer(found.owner, me):
             raise _OpenedMeanwhileError

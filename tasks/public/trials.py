@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.models import first_line
 from prefect_tune.parameters.limits import require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
@@ -147,7 +148,7 @@ def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
         case Done() | Yielded() | Failed(cause=Cause.PREEMPTED):
             return
         case Failed(message=message):
-            raise TrialFailed(f"{where}: {message}")
+            raise TrialFailed(f"{where}: {first_line(message)}")
         case Asking(question=asked):
             raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
         case _:

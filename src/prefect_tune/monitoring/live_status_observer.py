@@ -103,6 +103,7 @@ class LiveStatusObserver:
         known = self._reports.get(trial)
         if trial in self._attempts and (known is None or report.step > known[0].step):
             self._reports[trial] = report, at
+            self._publisher.begin()  # of an attempt that an earlier run has started
 
     def _forget(self, trial: str) -> None:
         self._attempts.pop(trial, None)

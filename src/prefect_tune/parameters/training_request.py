@@ -138,8 +138,10 @@ def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        raise InvalidInput(f"trainable {name!r}: {error}; is its project installed where the flow runs?") from error
+    except Exception as error:  # its package is imported, which may raise anything
+        raise InvalidInput(
+            f"trainable {name!r}: {type(error).__name__}: {error}; is its project installed where the flow runs?"
+        ) from error
     if found is None:
         raise InvalidInput(
             f"trainable {name!r}: there is no module {module!r}{_near(module) or '; is its project installed here?'}"

@@ -36,7 +36,7 @@ def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], message: str
     Ended task runs stay as they are. If the server does not answer or refuses, nothing is set: states only inform.
     """
     with (
-        suppress(PrefectException, httpx.HTTPError, OSError),
+        suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
         get_client(sync_client=True, httpx_settings={"timeout": _TIMEOUT_SECONDS}) as client,
     ):
         live = _live_task_runs(client, flow_run)

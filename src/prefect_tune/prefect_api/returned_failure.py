@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
+from prefect.context import FlowRunContext
 from prefect.states import Failed
 
 __all__ = ["failed_by"]
@@ -16,6 +17,12 @@ def failed_by(error: Exception, returns: type[_R]) -> _R:
 
     Prefect raises `error` where the flow was called, or returns the state where one was asked for. Its message is
     that of the state. If the flow raised the error, Prefect would log where.
+
+    A flow with retries raises the error: Prefect 3.8 runs a flow again after an error only, and would leave a run that
+    returns its failure scheduled.
     """
     del returns
+    context = FlowRunContext.get()
+    if context is not None and context.flow is not None and context.flow.retries:
+        raise error
     return cast("_R", Failed(message=str(error), data=error))

@@ -18,12 +18,12 @@ from prefect_tune.core.experiment.failure_policy import (
     machines_spent,
     verdict,
 )
-from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stop_handling import Stopping
 
@@ -46,7 +46,8 @@ class FailureHandler:
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
-        self._has_trained = False
+        running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
+        self._has_trained = any(each.step for each in running)  # attempts elsewhere that outlived an earlier run
         self._unimportable = ""  # the first import that failed before anything was trained: it would in all trials
 
     def noted(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -83,7 +84,8 @@ class FailureHandler:
             return
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
             name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
-            self._log.warning("%sattempt %d failed (%s), and is tried again: %s", name, trial.attempt, cause, why)
+            next_try = "the next run tries it again" if self._stopping.ends else "it is tried again"
+            self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, why)
         self.retry_or_give_up(trial.trial, cause)
 
     def retry_or_give_up(self, trial: str, cause: Cause) -> None:
@@ -142,7 +144,7 @@ class FailureHandler:
 
 
 def _is_of_a_step(message: Message) -> bool:
-    """A local attempt sends each step; a remote one, the entries of its journal."""
+    """A local attempt sends each step; a remote one its newest step, and the entries of its journal."""
     if isinstance(message, EntryWritten):
         return any(isinstance(each, Reported | Committed) for each in message.events)
-    return isinstance(message, StepReported)
+    return isinstance(message, StepReported | LatestReport)

@@ -31,6 +31,8 @@ __all__ = [
     "write_live_status",
 ]
 
+_TRIES = 3  # a listing may be older than the deletion of what it lists
+
 
 class RunningTrial(Value):
     """A running attempt of a trial, with its newest report."""
@@ -100,7 +102,9 @@ def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
 
 def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
     """Return the live status of the newest owner that has written one; None if there is none that can be read."""
-    while paths := _listed(store, key):
+    for _ in range(_TRIES):
+        if not (paths := _listed(store, key)):
+            return None
         try:
             return unseal(LiveStatus, store.read(paths[-1]), paths[-1], JournalCorrupt)
         except ObjectNotFound:
