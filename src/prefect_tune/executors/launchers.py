@@ -55,22 +55,16 @@ class TaskRunnerLauncher:
         del attempt
         with self._reserving():
             future = attempt_of(plan).submit(plan, request, link)
-        return lambda: _raise(_error_of(future))
+        return partial(_wait_for, future)
 
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
 
 
-def _error_of(future: PrefectFuture[Any]) -> BaseException | None:
-    try:
-        future.wait()
-        return error_in(future.state)
-    except BaseException as error:  # noqa: BLE001  the driver handles the error
-        return error
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
+def _wait_for(future: PrefectFuture[Any]) -> None:
+    """Wait for an attempt's task. Raises what the task raised."""
+    future.wait()
+    if (error := error_in(future.state)) is not None:
         raise error
 
 

@@ -40,12 +40,12 @@ from prefect_tune.core.notifications.callback_delivery import (
     keep_state,
     newest_state,
 )
-from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
+from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.task_retries import with_retries
 
 _TIMEOUT = timedelta(minutes=5)
@@ -97,7 +97,7 @@ class _Item:
     is_last: bool = False
 
 
-class CallbackThread:
+class CallbackThread(SearchObserver):
     """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once.
 
     Delivery position and state are stored on the target; what the callback has not received is read from the journal.
@@ -129,9 +129,6 @@ class CallbackThread:
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         self._put(_Item(experiment, step))
-
-    def latest(self, newest: LatestReport) -> None:
-        del newest
 
     def wrote(self, experiment: Experiment) -> None:
         self._put(_Item(experiment))

@@ -33,6 +33,7 @@ from prefect_tune.core.notifications.prefect_events import (
     short,
 )
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.prefect_api.asset_events import PrefectEvent
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
@@ -70,7 +71,7 @@ class _End:
     reason: str
 
 
-class EventEmitter:
+class EventEmitter(SearchObserver):
     """A listener whose methods only queue; a thread of its own emits the events, in the flow run's context."""
 
     def __init__(self, context: EventContext, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
@@ -113,8 +114,6 @@ class EventEmitter:
     def latest(self, newest: LatestReport) -> None:
         self._builder.health.reported(newest.trial, newest.report.step, time.monotonic())
 
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
         self._builder.health.wrote()
 
     def end(self, ending: LifecycleEvent | None, reason: str) -> None:

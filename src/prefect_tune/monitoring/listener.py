@@ -1,9 +1,8 @@
-"""The listener protocol: observers of a search, such as progress and callbacks, which decide nothing."""
+"""Observers of a search, such as progress and callbacks, which decide nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
@@ -12,27 +11,26 @@ from prefect_tune.supervisor.search_link import LatestReport, StepReported
 __all__ = ["ObserverGroup", "SearchObserver"]
 
 
-class SearchObserver(Protocol):
-    """An observer of a search. The driver calls it in the driver's thread, in order; methods must return at once."""
+class SearchObserver:
+    """An observer of a search, which overrides the methods that it needs: these do nothing.
+
+    The driver calls it in the driver's thread, in order; methods must return at once.
+    """
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         """Receive an event that the next entry of the journal will hold, and the state after it."""
-        ...
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
-        ...
 
     def latest(self, newest: LatestReport) -> None:
         """Receive the newest report of an attempt on another machine; `reported` gets it later, in its order."""
-        ...
 
     def wrote(self, experiment: Experiment) -> None:
         """Receive the state up to which the journal is written."""
-        ...
 
 
-class ObserverGroup:
+class ObserverGroup(SearchObserver):
     """Passes each call to several listeners, or to none."""
 
     def __init__(self, listeners: Sequence[SearchObserver] = ()) -> None:

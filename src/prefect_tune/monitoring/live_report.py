@@ -24,6 +24,7 @@ from prefect_tune.monitoring.artifact_publisher import (
     artifact_key,
     plain_key,
 )
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
@@ -47,7 +48,7 @@ _TRIALS = 10
 """Trials with a progress artifact at a time; each costs the server about 15 ms per update."""
 
 
-class Reporter:
+class Reporter(SearchObserver):
     """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
 
     def __init__(self, target: StorageTarget, experiment: Experiment, outlook: SearchEstimate, log: Log) -> None:

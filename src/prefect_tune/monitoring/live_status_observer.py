@@ -19,11 +19,13 @@ from prefect_tune.core.events.experiment_events import (
     Paused,
     Reported,
     Started,
+    events_in,
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.supervisor.live_status_publisher import LiveStatusPublisher
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
@@ -31,7 +33,7 @@ from prefect_tune.supervisor.search_link import LatestReport, StepReported
 __all__ = ["LiveStatusObserver"]
 
 
-class LiveStatusObserver:
+class LiveStatusObserver(SearchObserver):
     """Records starts, reports and ends of attempts in microseconds; the publisher's thread writes them."""
 
     def __init__(self, target: StorageTarget, experiment: Experiment, period: timedelta | None) -> None:
@@ -47,7 +49,7 @@ class LiveStatusObserver:
         at = (event.at if isinstance(event, Absorbed) else None) or new_write_id().at
         with self._guard:
             self._experiment = experiment
-            for each in event.events if isinstance(event, Absorbed) else (event,):
+            for each in events_in(event):
                 self._receive(each, at)
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
@@ -58,9 +60,6 @@ class LiveStatusObserver:
     def latest(self, newest: LatestReport) -> None:
         with self._guard:
             self._report(newest.trial, newest.report, newest.at)
-
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
 
     def __enter__(self) -> Self:
         return self

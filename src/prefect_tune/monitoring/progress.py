@@ -23,7 +23,7 @@ from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 _LOG_PERIOD = timedelta(minutes=1)
 
 
-class Progress:
+class Progress(SearchObserver):
     """A listener that updates a `ProgressTracker`; without a live table it logs the progress at most once a minute."""
 
     def __init__(self, tracker: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
@@ -43,9 +43,6 @@ class Progress:
 
     def latest(self, newest: search_link.LatestReport) -> None:
         self._tracker.latest(newest.trial, newest.report, time.monotonic())
-
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
 
     def log_progress(self) -> None:
         """Log the progress."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from prefect_tune.core.events.experiment_events import (
-    Absorbed,
     AttemptEnded,
     Cause,
     Cloned,
@@ -14,6 +13,7 @@ from prefect_tune.core.events.experiment_events import (
     GaveUp,
     Paused,
     Started,
+    events_in,
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
-from prefect_tune.supervisor import search_link
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal.formatting import format_value, visible
 from prefect_tune.terminal.trials_table import config_cells
@@ -30,7 +30,7 @@ _METRICS = 3
 """Metrics in a line if the search compares trials by none."""
 
 
-class SearchLog:
+class SearchLog(SearchObserver):
     """A listener that logs what happens to trials, each with the trial's name. A single training has no names."""
 
     def __init__(self, experiment: Experiment, objective: Objective | None, uri: str, log: Log) -> None:
@@ -41,21 +41,12 @@ class SearchLog:
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        for each in event.events if isinstance(event, Absorbed) else (event,):
+        for each in events_in(event):
             match each:
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     self._log_event(each, experiment.trial(each.trial), experiment.name)
                 case _:
                     pass
-
-    def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        del step, experiment
-
-    def latest(self, newest: search_link.LatestReport) -> None:
-        del newest
-
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
 
     def _log_event(
         self, event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp, trial: Trial, experiment: str

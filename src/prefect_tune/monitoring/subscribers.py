@@ -25,7 +25,7 @@ from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
+from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -96,7 +96,7 @@ class Subscribers:
             log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
 
 
-class _CurveKeeper:
+class _CurveKeeper(SearchObserver):
     """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
 
     def __init__(self, experiment: Experiment) -> None:
@@ -109,17 +109,8 @@ class _CurveKeeper:
             if self.curves.report_count > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
 
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        del step, experiment
 
-    def latest(self, newest: LatestReport) -> None:
-        del newest
-
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
-
-
-class MetricCheck:
+class MetricCheck(SearchObserver):
     """Warns when the first report of a run lacks the metric that trials are compared by."""
 
     def __init__(self, objective: Objective, log: Log) -> None:
@@ -137,12 +128,6 @@ class MetricCheck:
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
         self._check(step.trial, step.report)
-
-    def latest(self, newest: LatestReport) -> None:
-        del newest
-
-    def wrote(self, experiment: Experiment) -> None:
-        del experiment
 
     def _check(self, trial: str, report: StepReport) -> None:
         if self._is_done:

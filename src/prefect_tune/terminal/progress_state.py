@@ -20,6 +20,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Requeued,
     Started,
+    events_in,
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
@@ -116,7 +117,7 @@ class ProgressTracker:
         """Take in a journaled event and the state after it."""
         with self._guard:
             self._experiment = experiment
-            for each in event.events if isinstance(event, Absorbed) else (event,):
+            for each in events_in(event):
                 self._receive(each, at, now)
             if isinstance(event, Absorbed) and self._is_earlier(event):
                 self._forget_times(event.trial, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -94,6 +94,7 @@ __all__ = [
     "StopAsked",
     "TrialAdded",
     "TrialEvent",
+    "events_in",
 ]
 
 
@@ -246,3 +247,8 @@ Event: TypeAlias = Annotated[
     | Absorbed,
     Field(discriminator="type"),
 ]
+
+
+def events_in(event: Event) -> Sequence[Event]:
+    """Return the events of a trial's own entry that `event` copies; for any other event, the event itself."""
+    return event.events if isinstance(event, Absorbed) else (event,)

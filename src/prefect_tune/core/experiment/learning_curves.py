@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefect_tune.core.events.experiment_events import Absorbed, Cloned, Event, Reported, Started
+from prefect_tune.core.events.experiment_events import Cloned, Event, Reported, Started, events_in
 from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 
@@ -37,7 +37,7 @@ class Curves:
 
     def tell_event(self, event: Event) -> None:
         """Add the reports of the next event."""
-        for each in event.events if isinstance(event, Absorbed) else (event,):
+        for each in events_in(event):
             self._tell(each)
 
     @property
