@@ -101,6 +101,7 @@ class LiveStatusPublisher:
 
     def _delete(self) -> None:
         experiment, running = self._running()
-        if self._written_count and not running:
+        may_be_left = self._written_count > 0 or experiment.epoch > 1  # this one's, or that of an owner that was killed
+        if may_be_left and not running:
             with suppress(TuneError), self._target.open(timeout=_REQUEST) as store:
                 delete_live_status(store, self._key, experiment.epoch)
