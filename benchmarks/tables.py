@@ -28,12 +28,12 @@ def circumstances(*packages: str) -> str:
     return f"{when}, {os.cpu_count()} cores ({platform.machine()}), load average at the end {load}; {versions}."
 
 
-def write(section: str, text: str) -> None:
-    """Put `text` between the markers of `section` in the README."""
-    page = README.read_text()
+def write(section: str, text: str, readme: Path = README) -> None:
+    """Put `text` between the markers of `section` in `readme`."""
+    page = readme.read_text()
     begin, end = f"<!-- {section}: written by its script -->\n", f"<!-- end of {section} -->"
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ValueError(f"{README}: expected the markers of {section!r}")
-    README.write_text(f"{before}{begin}{text}\n{end}{after}")
+        raise ValueError(f"{readme}: expected the markers of {section!r}")
+    readme.write_text(f"{before}{begin}{text}\n{end}{after}")
