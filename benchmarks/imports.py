@@ -129,9 +129,10 @@ def _sentence(rows: Sequence[Sequence[str]]) -> str:
     """Return what the README says of the first search, that of PyTorch."""
     seconds = {peer: row[2] for peer, row in zip(_PEERS, rows, strict=True)}
     return (
-        f"Trials share the import of their libraries: 20 that import PyTorch take {seconds['ours']} s, with Ray's reused\n"
-        f"actors {seconds['ray-reuse']} s, with Ray's default {seconds['ray']} s, with two processes of Optuna, which make "
-        f"nothing durable, {seconds['optuna']} s\n([benchmarks](benchmarks/README.md))."
+        f"Trials share the import of their libraries: 20 that import PyTorch take {seconds['ours']} s, "
+        f"with Ray's reused\nactors {seconds['ray-reuse']} s, with Ray's default {seconds['ray']} s, "
+        f"with two processes of Optuna, which make nothing durable,\n"
+        f"{seconds['optuna']} s ([benchmarks](benchmarks/README.md))."
     )
 
 
