@@ -50,7 +50,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_ends_as_the_undisturbed_one(
     assert run_demo(options, console), console.export_text()
     said = console.export_text()
     assert said.count("✓") == 4
-    assert "came back at step 2, the newest one committed" in said
+    assert "resumed from step 2, the newest one committed" in said
     left = [path for path in (tmp_path / "target").rglob("*") if path.is_file() and ".tmp" not in path.parts]
     assert left == [], "without --keep nothing stays"
 

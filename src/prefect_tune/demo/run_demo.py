@@ -67,7 +67,7 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
         console.print(verdict(shown))
         took = f"{time.monotonic() - began:.0f} s in all, {ready_after:.0f} s of them to start {stage.server}"
         look = f"prefect-tune checkpoints {stage.place} {stage.name}-undisturbed"
-        kept = f"\n  kept; to look at it: {look}" if options.keep else ""
+        kept = f"\n  kept; to list the checkpoints: {look}" if options.keep else ""
         console.print(Text(f"\n  {took}{kept}", "dim"))
     return all(claim.held for claim in shown)
 
@@ -217,7 +217,7 @@ def _be_killed(stage: _Stage, track: Track) -> tuple[TargetProbe, Killed]:
             killed = _train_until_killed(stage, track, probe)
         if killed.newest_step < killed.step and killed.arrived:
             return probe, killed
-        track.forget("too late: once more")
+        track.forget("too late: trying again")
     raise TuneError(
         f"{_TRIES} kills came too late: the upload of a checkpoint was over before the first of its blobs was seen "
         f"at {stage.place}. Try again on a quieter machine"

@@ -116,7 +116,7 @@ def _cell(step: int, track: Track, width: int) -> int:
 
 
 def _legend() -> Text:
-    parts = (("●", "green", "committed"), ("✗", "bold red", "SIGKILL"), ("↻", "bold yellow", "came back here"))
+    parts = (("●", "green", "committed"), ("✗", "bold red", "SIGKILL"), ("↻", "bold yellow", "resumed here"))
     return Text("   ").join(Text.assemble((mark, style), (f" {said}", "dim")) for mark, style, said in parts)
 
 

@@ -255,7 +255,7 @@ def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     yield "last entry", [_time(each.last_heard_at) for each in runs]
     if any(each.samples_asked for each in runs):
         yield (
-            "samples asked for",
+            "samples requested",
             [f"+{format_count(each.samples_asked)}" if each.samples_asked else "" for each in runs],
         )
     yield "trials added", [format_count(each.trials_added) for each in runs]
@@ -266,10 +266,10 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} done again, about {format_span(cost.wasted_seconds)}"
+    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} repeated, about {format_span(cost.wasted_seconds)}"
     rows: list[tuple[str, Cell]] = [
         ("training", f"{format_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
-        ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
+        ("wasted", steps if cost.wasted_steps else "nothing: no step was repeated"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:

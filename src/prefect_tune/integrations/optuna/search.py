@@ -212,7 +212,7 @@ class _OptunaProposals(Proposals):
         """Optuna's grid has nothing to fill in with: only a whole point can stand beside it."""
         for point, fixed in self._waiting:
             if self._sampler.draws_nothing and self._domains.keys() - fixed.keys():
-                raise InvalidInput(f"points_to_evaluate: expected whole configurations for a grid, found {point!r}")
+                raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
 
     def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Return what was fixed in the point that `config` is; from now on that waits no longer."""
@@ -267,7 +267,7 @@ class _OptunaProposals(Proposals):
             try:
                 given = {str(index): value for index, value in enumerate(constraints(config, last.metrics))}
             except KeyError as missing:
-                said = f"there is no {missing}; reported were {sorted(last.metrics)}"
+                said = f"there is no {missing}; the report has {sorted(last.metrics)}"
                 raise BadMetric(f"{whose}, step {last.step}: constraints: {said}") from missing
             names = list(given)
         assert not callable(names)  # noqa: S101 - which mypy cannot see
