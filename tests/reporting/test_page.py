@@ -65,7 +65,7 @@ def test_a_search_has_everything_in_its_order() -> None:
         f"Best: trial {best.trial}",
         "Learning curves",
         "Parameters",
-        "What matters",
+        "Parameter importance",
         "Rungs",
         "Timeline",
         "Trials",

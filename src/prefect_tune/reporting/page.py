@@ -36,9 +36,9 @@ _FIGURES = (
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
     ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
     (
-        "What matters",
+        "Parameter importance",
         importance_chart,
-        "The share of the differences between trials that goes with one parameter alone (ε² of the ranks).",
+        "The share of the differences between trials that one parameter alone explains (ε² of the ranks).",
     ),
     ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that continued."),
     (
@@ -51,7 +51,7 @@ _FIGURES = (
         timeline,
         (
             "Above, in grey, which run owned the experiment; below, every attempt, by how it ended. "
-            "✕: it was killed, was lost, or failed."
+            "✕: it was killed, lost or failed."
         ),
     ),
 )
