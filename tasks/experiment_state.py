@@ -117,7 +117,7 @@ class Opening:
 
 
 class _BehindError(Exception):
-    """The opener was superseded by newer orders: trying again cannot succeed."""
+    """The opener was superseded by a newer request: trying again cannot succeed."""
 
 
 def _opened(
@@ -164,7 +164,7 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     """Open a trial's own journal as `restore_experiment_state` opens the experiment's, within the calling task.
 
     Raises as `restore_experiment_state`; `Superseded`, without writing anything, also if the journal was opened
-    for newer orders than those of `opening.owner`.
+    for a newer request than that of `opening.owner`.
     """
     tries = iter([opening])
 

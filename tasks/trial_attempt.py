@@ -76,7 +76,7 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
-    hands over is persisted, then committed, then acknowledged to it.
+    reports is persisted, then committed, then acknowledged to it.
 
     The task run ends in the returned state, which tells people how the attempt ended: Completed, Pruned, Paused,
     Interrupted or Failed, with the reason. The journal decides what follows.

@@ -28,7 +28,7 @@ _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ...
             "Paused",
             "it asks: go on?",
         ),
-        (Failed(Cause.PREEMPTED, "saved, as asked", at_start=False), StateType.CANCELLED, "Interrupted", None),
+        (Failed(Cause.PREEMPTED, "saved, as requested", at_start=False), StateType.CANCELLED, "Interrupted", None),
         (Failed(Cause.USER, _TRACE, at_start=False), StateType.FAILED, "Failed", "ValueError: lr is too large"),
         (Failed(Cause.MACHINE, "SIGKILL", at_start=False), StateType.FAILED, "Failed", "SIGKILL"),
     ],

@@ -150,7 +150,7 @@ def _status(process: TrainingProcess, listing: TrialListing) -> str:
 def _set_up(options: DemoOptions, directory: Path, screen: DemoScreen, at_end: ExitStack) -> _Stage:
     """Start a server unless the user has one, and check meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
-    screen.status = f"looking at {place}"
+    screen.status = f"reading {place}"
     own, environment, server = None, dict(os.environ), "with the Prefect server of PREFECT_API_URL"
     if "PREFECT_API_URL" not in os.environ:
         screen.status = "a Prefect server is starting, with an empty database"
@@ -220,7 +220,7 @@ def _be_killed(stage: _Stage, track: Track) -> tuple[TargetProbe, Killed]:
         track.forget("too late: trying again")
     raise TuneError(
         f"{_TRIES} kills came too late: the upload of a checkpoint was over before the first of its blobs was seen "
-        f"at {stage.place}. Try again on a quieter machine"
+        f"at {stage.place}. Try again on a less busy machine"
     )
 
 

@@ -38,7 +38,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     the random states and skips the batches that were trained. Its weights and states are read without running code
     (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
     `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
-    handed over.
+    moved to the target.
 
     Args:
         metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.

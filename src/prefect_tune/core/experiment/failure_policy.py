@@ -113,7 +113,7 @@ def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run begins with fresh budgets for a waiting trial.
 
     It does if the import of its trainable failed, which may be corrected; and after too many machine failures, but not
-    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for ever,
+    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted forever,
     and its search could never finish.
     """
     if trial.cause is Cause.IMPORT:

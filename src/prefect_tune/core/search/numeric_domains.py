@@ -199,7 +199,7 @@ def _check_order(domain: Float | Integer) -> None:
     if domain.q is None and domain.low == domain.high:
         raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; one single value is a constant")
     if domain.scale == "log" and domain.low <= 0:
-        raise InvalidInput(f"{domain!r}: expected low > 0, which has a logarithm, found {domain.low!r}")
+        raise InvalidInput(f"{domain!r}: expected low > 0, since its logarithm is drawn, found {domain.low!r}")
 
 
 def _check_step(q: float, farthest: float, domain: Range) -> None:
