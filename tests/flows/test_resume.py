@@ -1,4 +1,4 @@
-"""The ways to go on with a search: forked, only what errored, from what others found; and when not to."""
+"""The ways to resume a search: forked, only what errored, from what others found; and when not to."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def gave_up(*trials: str) -> list[Event]:
     return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
 
 
-# ---------------------------------------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------------------------------------- resuming
 
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
     say_code(changed, planned(), LOG)
     (said,) = caplog.messages
     assert said.startswith("the source of the trainable has changed since experiment 'e' last ran (before -> ")
-    assert "trials go on" not in said
+    assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -288,7 +288,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
         lambda: pt.report({"loss": 1.0}),
         lambda: pt.report_step({"loss": 1.0}, _write),
         lambda: save_last_step(_write),
-        lambda: pt.ask("Go on?"),
+        lambda: pt.ask("Continue?"),
         pt.get_checkpoint,
         pt.get_trial,
     ],

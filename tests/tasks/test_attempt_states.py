@@ -23,10 +23,10 @@ _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ...
         (Yielded("rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
         (Yielded("no metric", end="errored"), StateType.FAILED, "Failed", "no metric"),
         (
-            Asking(Question(key="k", question="go on?", fields={})),
+            Asking(Question(key="k", question="continue?", fields={})),
             StateType.COMPLETED,
             "Paused",
-            "it asks: go on?",
+            "it asks: continue?",
         ),
         (Failed(Cause.PREEMPTED, "saved, as requested", at_start=False), StateType.CANCELLED, "Interrupted", None),
         (Failed(Cause.USER, _TRACE, at_start=False), StateType.FAILED, "Failed", "ValueError: lr is too large"),
