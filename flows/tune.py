@@ -82,7 +82,7 @@ def tune(
             which a Retry keeps.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
-        mode: whether the metric is minimised (`min`) or maximised (`max`); one for all, or one for each.
+        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other draws; or the number that `search` has.
         samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a
