@@ -193,7 +193,7 @@ def _perform(stage: _Stage) -> Findings:
     undisturbed = stage.probe("undisturbed")
     _train_to_the_end(stage, undisturbed_track, undisturbed)
     probe, killed = _be_killed(stage, killed_track)
-    resumed_track.came_back_at = killed.newest_step
+    resumed_track.resumed_at = killed.newest_step
     _train_to_the_end(stage, resumed_track, probe)
     stage.screen.status = "reading the last checkpoints back, and comparing"
     return _compare(undisturbed, probe, killed)
@@ -256,7 +256,7 @@ def _compare(undisturbed: TargetProbe, resumed: TargetProbe, killed: Killed) -> 
     whole = resumed.manifest(next(key for key in there if key.step == killed.step))
     return Findings(
         killed=killed,
-        came_back_at=resumed.starts()[-1],
+        resumed_at=resumed.starts()[-1],
         whole_bytes=whole.size_bytes,
         whole_blobs={whole.blob_path(index): blob.size_bytes for index, blob in enumerate(whole.blobs)},
         undisturbed=undisturbed.digests(undisturbed.look().committed[-1]),
