@@ -190,7 +190,7 @@ def _main() -> None:
         "trained to the end",
     ]
     saving = table(saving_head, [_saving_row(*each) for each in SAVING.items()])
-    deciding_head = ["scheduler", *(f"µs at {size:,} trials" for size in SIZES), "s to tell it all again"]
+    deciding_head = ["scheduler", *(f"µs at {size:,} trials" for size in SIZES), "s to replay it all"]
     deciding = table(deciding_head, [_deciding_row(*each) for each in DECIDING.items()])
     text = f"{saving}\n\n{deciding}\n\n{circumstances('pydantic', 'blake3')}"
     print(text)

@@ -48,7 +48,7 @@ _CAUSES: Mapping[str, str] = {
     r"this file system (has no|cannot|does not)": (
         "unsuitable: this file system lacks what a store needs; use a local disk, NFS, S3, GCS or Azure"
     ),
-    r"expected a folder, found": "in the way: a file stands where the folder should be",
+    r"expected a folder, found": "not a folder: a file has the folder's name",
 }
 _FORBIDDEN = re.compile(
     r"AccessDenied|Access Denied|AuthorizationFailure|AuthorizationPermissionMismatch|403 Forbidden|Forbidden"

@@ -74,12 +74,12 @@ def resume(
             Default: the number in the journal.
         samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old one continue.
-        rerun_errored: run errored trials again; `only` runs these and no others.
+        rerun_errored: retry errored trials; `only` trains no others.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
         fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. No checkpoint is
             copied, and `experiment` may be running. If the fork exists, as in a retry, it is resumed.
-        at: with `fork`: number of the journal entry to fork from, with the trials' progress up to that entry.
+        at: with `fork`: number of the journal entry to fork at; the fork has the trials' progress up to it.
             Default: the last one.
         strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
             from its newest remaining checkpoint, or from nothing, and the log says so.

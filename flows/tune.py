@@ -78,11 +78,11 @@ def tune(
             "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
-        experiment: its name on the target; a name that exists is resumed. Default: the id of the root flow run, which
-            a Retry keeps.
+        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the root flow run,
+            which a Retry keeps.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
-        mode: whether a small metric is good (`min`), or a large one (`max`); one for all, or one for each.
+        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other draws; or the number that `search` has.
         samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a
@@ -90,9 +90,9 @@ def tune(
         stop: when a trial is finished: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as in
             Ray). Limits of the experiment too: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
-        scheduler: decides which trials continue. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
+        scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
-        search: proposes configurations. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
+        search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
             grids.
         seed: seed of all random draws. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
@@ -109,9 +109,9 @@ def tune(
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
-        rerun_errored: run trials again that errored in an earlier run; `only` runs these and no others.
+        rerun_errored: retry trials that errored in an earlier run; `only` trains no others.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
-            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and are no samples of it.
+            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and are not counted.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
@@ -127,7 +127,7 @@ def tune(
             forked from it if that is safe; `keep`: a process serves one trial after the other; `auto`: `fork`, and
             `keep` where it is not safe; `never`: each trial's process imports it.
         grace_period_seconds: how long trials may take to save after SIGTERM or a cancellation.
-        silence_timeout_seconds: seconds without a report after which a trial counts as hung and is restarted.
+        silence_timeout_seconds: seconds without a report after which a trial is presumed hung and is restarted.
             Default: never.
 
     Returns:

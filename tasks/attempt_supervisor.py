@@ -214,7 +214,7 @@ class _Supervisor:
         silent = timedelta(seconds=time.monotonic() - self._heard_at)
         if silent <= self._plan.silence:
             return None
-        return self._failed(Cause.MACHINE, f"no report for {silent}; taken for hung, and ended")
+        return self._failed(Cause.MACHINE, f"no report for {silent}: presumed hung, and killed")
 
     def _not_written(self, error: BaseException) -> Failed:
         if isinstance(error, USERS_FAULT):
@@ -236,7 +236,7 @@ class _Supervisor:
         became = self._channel.end()
         how = became.partition(";")[0]  # its last output follows, which may contain any text
         if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
-            return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
+            return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for using too much memory: {became}")
         own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 

@@ -54,13 +54,13 @@ from prefect_tune.tasks.commit_entry import (
 
 __all__ = ["USERS_FAULT", "CommitWorker", "PendingCheckpoint"]
 
-# Errors of the directory that a trial handed over: the trainable caused them.
+# Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint directory that the trial handed over to be committed, with the report of its step."""
+    """A checkpoint directory that the trial wrote, to be committed with the report of its step."""
 
     report: StepReport
     directory: Path

@@ -36,8 +36,8 @@ def require_presence(
         raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
     if asked.presence == "never" and found.number:
         raise InvalidInput(
-            f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and "
-            "resume='never' (or False) was given: use another name; no experiment is ever overwritten"
+            f"experiment {experiment!r} at {target.uri} exists already, with {len(found.trials)} trials, but "
+            "resume='never' (or False) requires a new one: use another name; no experiment is ever overwritten"
         )
     return known
 
@@ -56,4 +56,4 @@ def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
     try:
         return read_journal(target, experiment)
     except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
-        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh") from error
+        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started") from error

@@ -95,7 +95,7 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read o
         timeout_seconds: limit of each try.
 
     Raises:
-        ResumeFailed: it exists and its journal is damaged or of an unknown version. Nothing was started afresh.
+        ResumeFailed: it exists and its journal is damaged or of an unknown version. Nothing was started.
         Superseded: other processes opened it first, again and again.
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
@@ -117,7 +117,7 @@ class Opening:
 
 
 class _BehindError(Exception):
-    """The opener was superseded by newer orders: trying again cannot succeed."""
+    """The opener was superseded by a newer request: trying again cannot succeed."""
 
 
 def _opened(
@@ -129,7 +129,7 @@ def _opened(
     def also(found: Experiment) -> Sequence[Event]:
         nonlocal said, before
         if found.owner is not None and opening.owner.is_behind(found.owner):
-            raise _BehindError(f"{key}: these orders have been replaced by newer ones, which {found.owner} carries out")
+            raise _BehindError(f"{key}: a newer request replaced this one, and {found.owner} executes it")
         said, before = opening.also(found), found
         return said
 
@@ -149,7 +149,7 @@ def _opened(
     except _BehindError as behind:
         raise Superseded(str(behind)) from behind
     except (JournalCorrupt, UnknownVersion) as error:
-        raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
+        raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
     opening.listener(adopted, after)
     return after
 
@@ -164,7 +164,7 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     """Open a trial's own journal as `restore_experiment_state` opens the experiment's, within the calling task.
 
     Raises as `restore_experiment_state`; `Superseded`, without writing anything, also if the journal was opened
-    for newer orders than those of `opening.owner`.
+    for a newer request than that of `opening.owner`.
     """
     tries = iter([opening])
 

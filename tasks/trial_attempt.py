@@ -76,7 +76,7 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
-    hands over is persisted, then committed, then acknowledged to it.
+    reports is persisted, then committed, then acknowledged to it.
 
     The task run ends in the returned state, which tells people how the attempt ended: Completed, Pruned, Paused,
     Interrupted or Failed, with the reason. The journal decides what follows.
@@ -233,9 +233,9 @@ def _require_same_experiment(plan: TrialSpec, request: AttemptRequest) -> None:
     name = plan.trial.experiment
     if not request.experiment_id or (found := experiment_id(plan.target, name)) == request.experiment_id:
         return
-    what = "is not there any more" if found is None else "is another one now, begun under the same name"
+    what = "no longer exists" if found is None else "is a new one with the same name"
     raise Superseded(
-        f"experiment {name!r} at {plan.target.uri} {what}: the one that ordered attempt {request.attempt} of trial "
+        f"experiment {name!r} at {plan.target.uri} {what}: the one that requested attempt {request.attempt} of trial "
         f"{plan.trial.trial!r} was deleted. Nothing was trained or written"
     )
 
@@ -299,8 +299,8 @@ def _restore_newest(plan: TrialSpec, journal_writer: JournalWriter, destination:
     if lost := journal_writer.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
             f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
-            "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need and "
-            "release them (prefect-tune verify --release), or start again under another experiment name"
+            "checkpoints are damaged or kill the trainable. Nothing was restarted from zero: repair the damaged "
+            "objects and release the checkpoints (prefect-tune verify --release), or use another experiment name"
         )
     return None
 
@@ -322,7 +322,7 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
         log.warning(
             "no checkpoint was committed: its %s trained again; save%s",
             plural(trial.step, "step is", "steps are"),
-            ", or use ASHA(variant='stopping')" if trial.phase is Phase.PAUSED else " now and then",
+            ", or use ASHA(variant='stopping')" if trial.phase is Phase.PAUSED else " checkpoints regularly",
         )
 
 

@@ -1,4 +1,4 @@
-"""The check of the house numbers turns red when one is broken."""
+"""The check of the size limits fails when one is exceeded."""
 
 from __future__ import annotations
 

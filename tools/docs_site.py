@@ -186,7 +186,7 @@ def unlisted(stage: Path) -> Iterator[str]:
 
 
 def public_names() -> dict[str, str]:
-    """Return each public name's module, as the front door imports it for type checkers."""
+    """Return each public name's module, as `prefect_tune/__init__.py` imports it for type checkers."""
     door = ast.parse((ROOT / "src" / "prefect_tune" / "__init__.py").read_text())
     imports = [node for node in ast.walk(door) if isinstance(node, ast.ImportFrom) and node.module]
     return {

@@ -1,4 +1,4 @@
-"""Check what no linter counts: the house numbers of CONTRIBUTING.md.
+"""Check what no linter counts: the size limits of CONTRIBUTING.md.
 
 Prints one line per violation and one line of figures; exits with 1 when there is a violation.
 """

@@ -65,7 +65,7 @@ class S3Target(ObjectTarget):
     @model_validator(mode="after")
     def _one_way_to_sign(self) -> Self:
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id and secret_access_key belong together: give both or neither")
+            raise ValueError("access_key_id and secret_access_key require each other: set both, or neither")
         if self.session_token is not None and self.access_key_id is None:
             raise ValueError("session_token belongs to an access_key_id and a secret_access_key")
         one_at_most({"keys": self.access_key_id, "credentials": self.credentials, "anonymous": self.anonymous})

@@ -260,7 +260,7 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
     Raises:
         CheckpointNotFound: the trial has no checkpoint of `step`.
         CheckpointCorrupt: the checkpoint of `step` is damaged, and is quarantined now.
-        ResumeFailed: all checkpoints of the trial are damaged. Nothing was started afresh.
+        ResumeFailed: all checkpoints of the trial are damaged. Nothing was restarted from zero.
         JournalCorrupt, UnknownVersion: the experiment cannot be read.
         InvalidInput: an argument is invalid, or `directory` has other content, which is not touched.
         StoreUnavailable, StoreRefused: the target failed for longer than the retries last.
@@ -283,8 +283,8 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
         return None
     raise ResumeFailed(
         f"trial {trial!r} of {experiment!r} at {place.uri}: all its committed checkpoints are damaged. Nothing was "
-        "started afresh: mend what they need and release them (prefect-tune verify --release), or start again under "
-        "another name"
+        "restarted from zero: repair the damaged objects and release the checkpoints (prefect-tune verify --release), "
+        "or train under another trial name"
     )
 
 

@@ -55,7 +55,7 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     Raises:
         Superseded: this flow run owned the experiment, and another one has taken it over. Stop.
         InvalidInput: an argument is invalid, or the experiment is a search.
-        ResumeFailed: it exists and cannot be read. Nothing was started afresh.
+        ResumeFailed: it exists and cannot be read. Nothing was started.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     place = resolve_target(target)

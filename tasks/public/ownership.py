@@ -48,7 +48,7 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
     Raises:
         Superseded: this flow run owned the experiment, and another one has taken it over.
         InvalidInput: the experiment is a search, which writes its own journal.
-        ResumeFailed: its journal is damaged, or it is being deleted; nothing was started afresh.
+        ResumeFailed: its journal is damaged, or it is being deleted; nothing was started.
     """
     with _writing[target.uri, experiment]:
         me, known = this_writer(), read_known(target, experiment)

@@ -26,7 +26,7 @@ class CommittedCheckpoint(Value):
     metrics: Mapping[str, object]
     """The metrics that it was saved with."""
     uri: str
-    """Where it lies, without secrets: `pt.Checkpoint(uri)` reads it, with the credentials of the environment."""
+    """Its location, without secrets: `pt.Checkpoint(uri)` reads it, with the credentials of the environment."""
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
@@ -80,7 +80,7 @@ class ExperimentState(Value):
 
     experiment: str
     uri: str
-    """Where it lies, without secrets."""
+    """Its location, without secrets."""
     entry: int
     """The number of that entry."""
     owner: str

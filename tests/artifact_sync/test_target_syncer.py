@@ -56,7 +56,7 @@ def test_a_sync_that_takes_too_long_is_ended_and_never_followed_by_a_second_writ
         syncer.sync_up(str(local), REMOTE)
         with pytest.raises(TimeoutError, match="sync up of"):
             syncer.wait()
-        assert bucket.writers == 0  # it has ended: nothing goes on in the background
+        assert bucket.writers == 0  # it has ended: nothing continues in the background
     bucket.gate.set()
     syncer.wait_or_retry(backoff_s=0)
     assert fetched(bucket, tmp_path) == files_in(local)

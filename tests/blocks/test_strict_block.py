@@ -55,7 +55,10 @@ BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
     "a bucket's impossible name": (lambda: S3Target(bucket="b"), "'b' is not a valid name of a bucket"),
     "a container's impossible name": (lambda: AzureTarget(container="A_b"), "'A_b' is not a valid name of a container"),
     "a prefix that climbs out": (lambda: S3Target(bucket="bucket", prefix="a/../../b"), r"without empty parts"),
-    "half of a key": (lambda: S3Target(bucket="bucket", access_key_id="id"), "belong together: give both or neither"),
+    "half of a key": (
+        lambda: S3Target(bucket="bucket", access_key_id="id"),
+        "require each other: set both, or neither",
+    ),
     "a token alone": (lambda: S3Target(bucket="bucket", session_token=SECRET), "session_token belongs to"),
     "keys, and none": (lambda: S3Target(bucket="bucket", anonymous=True, **KEYS), "keys and anonymous contradict"),
     "a plain http endpoint": (

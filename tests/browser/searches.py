@@ -1,4 +1,4 @@
-"""Searches that go on for as long as somebody looks, and what their journals say of them."""
+"""Searches that run as long as a test looks at them, and what their journals contain."""
 
 from __future__ import annotations
 

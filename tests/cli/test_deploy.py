@@ -123,13 +123,13 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
     assert [line for line in said.splitlines() if line.startswith("automation")] == [
         f"automation  on   {name}" for name in restarts
     ]
-    assert "no alert is sent: --notify slack-webhook/NAME installs them\n" in said
+    assert "alerts are not installed; to install them: --notify slack-webhook/NAME\n" in said
     assert {each.name for each in client.read_automations()} & set(automation_names()) == set(restarts)
 
     CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/").save("deploy-alerts", overwrite=True)
     said = run("deploy", "tune", "--work-pool", POOL, "--notify", "custom-webhook/deploy-alerts").out
     assert "automation  on   prefect-tune: new best\n" in said
-    assert "no alert is sent" not in said
+    assert "alerts are not installed" not in said
     assert "prefect-tune: new best" in run("deploy", "tune", "--work-pool", POOL).out, "what is there is kept"
     refused = run("deploy", "tune", *TO, "--notify", "custom-webhook/deploy-alerts")
     assert (refused.code, "leave out --no-automations" in refused.err) == (2, True)

@@ -223,7 +223,7 @@ class Session:
             collecting.collect(self.store, KEY, state, doomed, side_by_side=map)
 
     def collect(self, doomed: Sequence[CheckpointKey]) -> None:
-        """A deletion that fails loses only disk: the next owner goes on with it."""
+        """A deletion that fails loses only disk: the next owner continues it."""
         with suppress(StoreUnavailable):
             collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map)
 

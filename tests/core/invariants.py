@@ -25,7 +25,7 @@ from tests.fakes.memory_files import restored
 def after_recovery(
     store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool = False, tidy: bool = True
 ) -> list[str]:
-    """Open what was left twice, look, and go on to `steps` (if any) and look again; return broken promises.
+    """Open what was left twice, look, and continue to `steps` (if any) and look again; return broken promises.
 
     `alone` says that there never was more than one owner at a time, `tidy` that no write came late: one
     that comes after its checkpoint was deleted leaves an orphan.
@@ -52,7 +52,7 @@ def _recovered(store: ObjectStore, witness: Witness, steps: int | None, *, alone
     run_to(last, steps)
     yield from violations(store, witness, last.experiment)
     if last.trial.step < steps:
-        yield f"I6: going on ended as {last.trial.phase} at step {last.trial.step}"
+        yield f"I6: continuing ended as {last.trial.phase} at step {last.trial.step}"
     yield from _leaks(store, last, witness, tidy=tidy)
 
 

@@ -50,7 +50,7 @@ def longer_run(store: ObjectStore, witness: Witness) -> None:
 
 
 def resumed_run(store: ObjectStore, witness: Witness) -> None:
-    """Open what was left, adopt, restore, go on, finish."""
+    """Open what was left, adopt, restore, continue, finish."""
     session = Session(store, witness, owner="resumed")
     run_to(session, STEPS)
     session.finish()

@@ -1,4 +1,4 @@
-"""Trials that go on from each other's checkpoints, each with a journal of its own, and what must hold of them all."""
+"""Trials that continue from each other's checkpoints, each with its own journal, and what must hold of them all."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Member:
         retried(lambda: clear(self.store, self.key, self.trial, doomed, stamp, side_by_side=map))
 
     def clone(self, source: TrialKey) -> None:
-        """Go on from the newest checkpoint of another trial: as a task does it, and then as its supervisor does."""
+        """Continue from the newest checkpoint of another trial: as a task does it, and then as its supervisor does."""
         stamp, gone = self.chronicle.stamp(), None
         while (found := retried(lambda: newest_of(self.store, source, side_by_side=map))) != gone:
             try:

@@ -1,4 +1,4 @@
-"""State that released versions wrote: today's code reads it, restores it, and goes on from it."""
+"""State that released versions wrote: today's code reads it, restores it, and resumes from it."""
 
 from __future__ import annotations
 

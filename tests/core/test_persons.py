@@ -28,7 +28,7 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from tests.fakes.memory_store import MemoryStore
 
-ASKED = Questioned(trial="t", key="k", question="Go on?", fields={"go_on": True})
+ASKED = Questioned(trial="t", key="k", question="Continue?", fields={"go_on": True})
 COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
 DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
 

@@ -32,7 +32,7 @@ KILLED = Killed(
 )
 HELD = Findings(
     killed=KILLED,
-    came_back_at=12,
+    resumed_at=12,
     whole_bytes=20,
     whole_blobs={"a": 10, "b": 5, "c": 5},
     undisturbed={"weights.npy": "1f", "state.json": "2e"},
@@ -50,7 +50,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_ends_as_the_undisturbed_one(
     assert run_demo(options, console), console.export_text()
     said = console.export_text()
     assert said.count("✓") == 4
-    assert "came back at step 2, the newest one committed" in said
+    assert "resumed from step 2, the newest one committed" in said
     left = [path for path in (tmp_path / "target").rglob("*") if path.is_file() and ".tmp" not in path.parts]
     assert left == [], "without --keep nothing stays"
 
@@ -78,9 +78,9 @@ def test_an_upload_that_lacked_only_its_manifest_is_called_that() -> None:
         (1, replace(HELD, killed=replace(KILLED, exit_code=0))),
         (1, replace(HELD, killed=replace(KILLED, exit_code=-signal.SIGTERM))),
         (1, replace(HELD, killed=replace(KILLED, arrived={}))),
-        (1, replace(HELD, killed=replace(KILLED, newest_step=18), came_back_at=18)),
-        (2, replace(HELD, came_back_at=6)),
-        (2, replace(HELD, came_back_at=0, killed=replace(KILLED, newest_step=0))),
+        (1, replace(HELD, killed=replace(KILLED, newest_step=18), resumed_at=18)),
+        (2, replace(HELD, resumed_at=6)),
+        (2, replace(HELD, resumed_at=0, killed=replace(KILLED, newest_step=0))),
         (3, replace(HELD, whole_blobs={"a": 10, "c": 10})),
         (3, replace(HELD, whole_blobs={"a": 10, "b": 10})),
     ],
@@ -153,7 +153,7 @@ def test_blobs_of_a_save_without_a_manifest_are_in_flight_and_reused_ones_are_no
         (Track("begun", 12, step=5, committed=frozenset({3})), "━━●━━·······"),
         (Track("scaled", 24, step=24, committed=frozenset({6, 12, 18, 24})), "━━●━━●━━●━━●"),
         (Track("killed", 12, step=9, committed=frozenset({3, 6}), killed_at=9), "━━●━━●━━✗   "),
-        (Track("back", 12, came_back_at=6, step=10, committed=frozenset({3, 6, 9})), "     ↻━━●━··"),
+        (Track("back", 12, resumed_at=6, step=10, committed=frozenset({3, 6, 9})), "     ↻━━●━··"),
         (Track("one step per many cells", 4, step=2, committed=frozenset({1})), "━━●━━━······"),
     ],
 )

@@ -1,6 +1,6 @@
 """Another process that uses a checkpoint: `python -m tests.fakes.checkpoint_user <act>`.
 
-The checkpoint comes pickled on standard input. What it gets is printed; then it waits for a line before it goes on.
+The checkpoint comes pickled on standard input. What it gets is printed; then it waits for a line before it continues.
 """
 
 from __future__ import annotations

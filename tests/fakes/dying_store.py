@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Crash(BaseException):
-    """The process is dead: nothing in it may catch this and go on."""
+    """The process is dead: nothing in it may catch this and continue."""
 
 
 class Way(Enum):

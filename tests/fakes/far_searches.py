@@ -62,7 +62,7 @@ class FarSearch:
         self._asked: list[StopRequest] = []
 
     def live(self, *happens: Callable[[], object]) -> Experiment:
-        """Go on while this happens, one thing after the other, each of them seen; then die. Return what it knew."""
+        """Continue while this happens, one thing after the other, each of them seen; then die. Return what it knew."""
         self._happens.extend(happens)
         with (
             suppress(Death),

@@ -96,7 +96,7 @@ class Telling:
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> Telling:
-    """Tell of a search in which a third goes on at each rung; every 7th trial is killed once, every 11th fails."""
+    """Tell of a search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
     draw = random.Random(seed)
     told = Telling()
     seen: dict[int, list[float]] = {}
@@ -151,7 +151,7 @@ def _goes_on(told: Telling, trial: str, loss: float, before: list[float]) -> boo
 
 
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> Telling:
-    """Tell of a population in which the worst quarter goes on from the best."""
+    """Tell of a population in which the worst quarter continues from the best."""
     draw = random.Random(seed)
     told = Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
     names = [f"{index:05}" for index in range(members)]

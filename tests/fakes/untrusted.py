@@ -115,7 +115,7 @@ def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
 
 
 def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
-    """Write these settings into the journal of `name`, which begins with them or goes on with them."""
+    """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="somebody else", host="there", pid=1)
         state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)

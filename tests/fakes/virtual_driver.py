@@ -1,6 +1,6 @@
 """Experiments in virtual time: a driver that asks a schedule as the real one does, and trains in no time.
 
-Slots, attempts that die and go on from their last checkpoint, pauses, exploits: whatever a scheduler has to be
+Slots, attempts that die and resume from their last checkpoint, pauses, exploits: whatever a scheduler has to be
 right about. A run is a function of its arguments; `Recorded` keeps what a schedule was told, to tell it another.
 """
 

@@ -76,7 +76,7 @@ class Acted:
         writer: Writer = write_directly,
         limits: SearchLimits | None = None,
     ) -> Experiment:
-        """Take the experiment over and go on with it, to its end or `until` somebody interrupts it."""
+        """Take the experiment over and continue it, to its end or `until` it is interrupted."""
         objective = Objective(metrics=(self.metric,), modes=("min",))
         state = open_journal(self.target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
         proposals = (search or RandomSearch(self.samples)).begin({"x": uniform(0, 1)}, objective, 1)

@@ -100,7 +100,7 @@ class Driver:
         """Wait until it has ended by itself; return its result, or `{"error": class, "message": text}`."""
         self.process.join(seconds)
         if self.process.is_alive():
-            raise AssertionError(f"goes on after {seconds:g} s:\n{self.log[-4000:]}")
+            raise AssertionError(f"still runs after {seconds:g} s:\n{self.log[-4000:]}")
         return self.outcome()
 
     def outcome(self) -> Mapping[str, Any]:

@@ -194,7 +194,7 @@ def redone(acts: Sequence[Told], *, uncertain: int) -> tuple[Sequence[int], Sequ
             if pid is not None:
                 lost.append(trained - at)
             if at < acknowledged:
-                wrong.append(f"went on from step {at}, and step {acknowledged} was acknowledged")
+                wrong.append(f"resumed from step {at}, and step {acknowledged} was acknowledged")
             pid, saved, trained = each.pid, [], at
         if each.act == "saving":
             saved.append(each.step)

@@ -1,4 +1,4 @@
-"""When whoever runs a search cannot go on, no trial is left behind that waits for an answer."""
+"""When the process of a search cannot continue, no trial is left behind that waits for an answer."""
 
 from __future__ import annotations
 

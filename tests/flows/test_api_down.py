@@ -1,4 +1,4 @@
-"""The Prefect server goes away: training goes on, commits stay valid, and the flow ends right when it is back."""
+"""The Prefect server goes away: training continues, commits stay valid, and the flow ends right when it is back."""
 
 from __future__ import annotations
 

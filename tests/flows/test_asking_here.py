@@ -133,13 +133,13 @@ def test_what_is_typed_is_asked_for_again_until_it_can_be_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
-    question = Questioned(trial="00003", key="k", question="Loss is flat; go on?", fields=fields)
+    question = Questioned(trial="00003", key="k", question="Loss is flat; continue?", fields=fields)
     typed = ["perhaps", "n", "many", "4", "", "since", "soon", "fast"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
     answer = asked_in_terminal(question)
     assert answer == {"go_on": False, "count": 4, "rate": 0.5, "why": "since", "how": "fast"}
     said = capsys.readouterr().out
-    assert "Trial 00003 asks: Loss is flat; go on?" in said
+    assert "Trial 00003 asks: Loss is flat; continue?" in said
     assert "how (slow, fast) [slow]: " in said
     assert "go_on: expected yes or no, found 'perhaps'" in said
 

@@ -80,5 +80,5 @@ def test_the_judge_sees_an_acknowledged_save_that_was_not_gone_on_from() -> None
     assert redone([*before, *_told("2 loaded 1", "2 begin 2")], uncertain=0) == ([1], [])
     lost, wrong = redone([*before, *_told("2 begin 1")], uncertain=0)
     assert lost == [2]
-    assert wrong == ["went on from step 0, and step 1 was acknowledged"]
+    assert wrong == ["resumed from step 0, and step 1 was acknowledged"]
     assert redone([*before, *_told("2 begin 1")], uncertain=1) == ([2], [])

@@ -120,7 +120,7 @@ def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(
     with rotating(profile, EXPIRED, seconds=3600, trials=0) as server, pytest.raises(StoreRefused, match="expired"):
         trained(server, profile)
     assert server.names() == []
-    assert server.refusals < 20, "it is not tried again"
+    assert server.refusals < 20, "it is not retried"
 
 
 def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
@@ -135,7 +135,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
         results = searched(server, profile)
     assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
     assert results.errors == {}
-    assert all(each.attempt >= 2 for each in results.trials.values()), "each goes on from what it had committed"
+    assert all(each.attempt >= 2 for each in results.trials.values()), "each resumes from its last commit"
 
 
 def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(

@@ -1,4 +1,4 @@
-"""What fails, by whose fault, how often it is tried again, and what a resume finds afterwards."""
+"""What fails, by whose fault, how often it is retried, and what a resume finds afterwards."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) 
     result = trouble.run(silence_timeout_seconds=4)
     assert (result.step, result.attempts) == (20, 2)
     assert trouble.acts("loaded") == [5]
-    assert "taken for hung" in trouble.loudly()
+    assert "presumed hung" in trouble.loudly()
 
 
 class _SlowStore(PosixStore):

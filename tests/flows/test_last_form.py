@@ -17,7 +17,7 @@ class _GoOn(RunInput):
 
 def test_the_answer_to_one_of_many_forms_is_the_answer_that_was_given(left_run: LeftRun) -> None:
     left_run.has_answered(_MOST_INPUTS // 3)
-    left_run.ask(_GoOn.with_initial_data(description="Does it go on?"), "ask-0067")
+    left_run.ask(_GoOn.with_initial_data(description="Does it continue?"), "ask-0067")
     left_run.resume({"go_on": False, "why": "it costs too much"})
     found = left_run.last_form()
     assert found is not None

@@ -138,7 +138,7 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     assert (small.verified_count, small.pruned_count) == (5, 4)
     told = [each.what for each in small.not_looked_at]
     assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == told[:4]
-    assert again.summary.endswith(f"; {len(told)} things not looked at")
+    assert again.summary.endswith(f"; {len(told)} items not checked")
     assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
 
 
@@ -343,7 +343,7 @@ def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None
     journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_new=False, is_aside=False)
     left = (NotLookedAt("e", "garbage", "time"),) * 120
     page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=(bad, journal)),), left, dry_run=True))
-    assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not looked at")
+    assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not checked")
     assert r"| e | t | 3 | yes | yes | a \| b c \<i\> |" in page
     assert "| e |  | journal | no | no | torn |" in page
     assert "and 20 more" in page

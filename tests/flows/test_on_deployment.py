@@ -27,7 +27,7 @@ from tests.fakes.far_attempts import plan_at
 class Api:
     """Makes one run for each key; before it answers, it does what `troubles` say, one for each request.
 
-    It is the clock too, which goes on while somebody sleeps.
+    It is the clock too, which advances while a caller sleeps.
     """
 
     def __init__(self) -> None:

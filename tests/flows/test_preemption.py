@@ -58,7 +58,7 @@ class _Preempted:
         assert violations(self.target, _NAME, undisturbed(_STEPS)) == []
 
     def require_identical_end(self, *, from_step: int) -> None:
-        """Start again; it goes on from `from_step` and ends as if nothing had happened."""
+        """Start again; it resumes from `from_step` and ends as if nothing had happened."""
         outcome = self.start().wait()
         assert outcome.get("status") == "completed", outcome
         assert outcome["metrics"]["state"] == undisturbed(_STEPS).state[_STEPS]

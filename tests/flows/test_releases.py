@@ -32,7 +32,7 @@ def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=releases(), ids=lambda path: path.name)
 def release(request: pytest.FixtureRequest, tmp_path: Path, prefect_server: str) -> Release:
-    """To go on with."""
+    """Resumed by today's release."""
     assert prefect_server
     return Release(request.param, tmp_path)
 

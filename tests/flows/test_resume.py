@@ -1,4 +1,4 @@
-"""The ways to go on with a search: forked, only what errored, from what others found; and when not to."""
+"""The ways to resume a search: forked, only what errored, from what others found; and when not to."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_must_be_there_is_not_begun_and_what_must_not_is_not_gone_on_with(l
     assert not objects(local_target)
     searched(local_target, resume=False, num_samples=1)
     before = objects(local_target)
-    with pytest.raises(pt.InvalidInput, match="is there already, with 1 trials"):
+    with pytest.raises(pt.InvalidInput, match="exists already, with 1 trials"):
         searched(local_target, resume="never")
     assert objects(local_target) == before
     assert len(searched(local_target, resume="LOCAL", num_samples=2).trials) == 2
@@ -183,7 +183,7 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     entry.write_bytes(entry.read_bytes().replace(b'"epoch":1', b'"epoch":2'))
     shutil.rmtree(Path(local_target.path, "old/segments"), ignore_errors=True)
     before = objects(local_target, "old")
-    with pytest.raises(pt.ResumeFailed, match="Nothing was started afresh"):
+    with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
         searched(local_target, resume=resume)
     for fork in (None, "new"):
         with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
@@ -253,7 +253,7 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     ("warm_start", "said"),
     [
         (["gone"], "there is no experiment 'gone'"),
-        (["old"], "knows its own trials"),
+        (["old"], "is the search itself, which has its own trials"),
         (["s4/nothing/first"], "'s4' is not a type of target block"),
     ],
 )

@@ -46,7 +46,7 @@ def gave_up(*trials: str) -> list[Event]:
     return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
 
 
-# ---------------------------------------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------------------------------------- resuming
 
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,9 +55,7 @@ def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest
     say_errored(searched(planned()), planned(), LOG)
     assert caplog.messages == []
     say_errored(state, planned(), LOG)
-    assert caplog.messages[0].startswith(
-        "2 trials that errored in an earlier run are not tried again: pass rerun_errored"
-    )
+    assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: pass rerun_errored")
 
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +64,7 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
     say_code(changed, planned(), LOG)
     (said,) = caplog.messages
     assert said.startswith("the source of the trainable has changed since experiment 'e' last ran (before -> ")
-    assert "trials go on" not in said
+    assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,9 +102,9 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
     broken = results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
     assert list(broken.errors) == ["00000"]
-    assert "not tried again" not in caplog.text
+    assert "not retried" not in caplog.text
     results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
-    assert caplog.text.count("1 trial that errored in an earlier run is not tried again") == 1
+    assert caplog.text.count("1 trial that errored in an earlier run is not retried") == 1
     results_of_failed(lambda: pt.tune(Moody, {"fails": "not"}, num_samples=1, **common))
     said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
     assert said in caplog.text

@@ -39,7 +39,7 @@ def test_a_search_is_no_training_and_a_training_is_no_search(local_target: Local
     before = objects(local_target)
     with pytest.raises(pt.InvalidInput, match=r"'old' at .* is a search"):
         pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="old", stop={"step": 2})
-    with pytest.raises(pt.InvalidInput, match="'one' is one training, and not a search"):
+    with pytest.raises(pt.InvalidInput, match="'one' is a single training, not a search"):
         searched(local_target, experiment="one", metric=None)
     assert objects(local_target) == before
     assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2

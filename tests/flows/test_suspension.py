@@ -1,4 +1,4 @@
-"""Suspend and Resume in the UI: everything saves, a person is asked, and the same run goes on as was answered."""
+"""Suspend and Resume in the UI: everything saves, a person is asked, and the same run continues as answered."""
 
 from __future__ import annotations
 

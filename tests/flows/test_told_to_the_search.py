@@ -102,7 +102,7 @@ def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the
         "its own stopper": [decided(stop), Finished(trial="t", reason="step 3 of 3")],
         "asked": [decided(pause), StopAsked(trial="t", reason=""), Finished(trial="t", reason="", left=True)],
         "errored": [decided(pause), Paused(trial="t", reason=""), GaveUp(trial="t", cause=Cause.USER, message="")],
-        "went on": [decided(Continue()), Finished(trial="t", reason="", left=True)],
+        "continued": [decided(Continue()), Finished(trial="t", reason="", left=True)],
     }
     assert {name for name, events in ended.items() if after(*events)} == {"stopped", "stopped while it waits"}
 

@@ -203,7 +203,7 @@ def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(u
     require_trusted(keyed(untrusted), known.model_copy(update={"settings": signed(settings, "e", key)}), (), ())
 
 
-# ------------------------------------------------------------------------------------ what makes it go on
+# ------------------------------------------------------------------------------------ what makes it resume
 
 
 def begun(target: StorageTarget, **options: Any) -> pt.Results:

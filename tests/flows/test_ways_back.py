@@ -1,4 +1,4 @@
-"""Retry, automations, Cancel: each goes on with the same run, and none does harm where it was a mistake."""
+"""Retry, automations, Cancel: each continues the same run, and none does harm where it was a mistake."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def write_trainings(target: pt.LocalTarget) -> None:
     checkpoint.update_metadata({"for": "production"})
 
     damage(target, "damaged", -1)
-    trained(target, "damaged", 8)  # finds it, and goes on from the one before
+    trained(target, "damaged", 8)  # finds it, and resumes from the one before
     damage(target, "damaged", 0)
     with suppress(pt.DamageFound):
         pt.maintain(target, experiments=["damaged", "training"], verify="all", collect=False)

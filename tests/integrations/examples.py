@@ -40,7 +40,7 @@ class Struck:
         ]
 
     def _next_start(self, trial: str, place: int) -> int | None:
-        """Where it went on; None where the kill struck after a commit that ended it."""
+        """Where it resumed; None where the kill struck after a commit that ended it."""
         starts = (each["step"] for each in self.witness[place:] if (each["trial"], each["at"]) == (trial, "started"))
         return next(starts, None)
 

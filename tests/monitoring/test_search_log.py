@@ -109,9 +109,9 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
-    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as asked")
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
-    assert interrupted == f"trial 00003 interrupted {AT}: saved, as asked; no checkpoint"
+    assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
     assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps repeated)"
 
 

@@ -105,7 +105,7 @@ def test_each_rung_shows_everybody_who_was_compared_there() -> None:
     svg = rung_chart(told.report_input())
     judged = [each for trial in told.report_input().trials for each in trial.past if each.what == "decided"]
     assert marks(svg, "dots") == len(judged)
-    assert f"50 compared, {sum(each.step > 1 for each in told.report_input().trials)} on" in said(svg)
+    assert f"50 compared, {sum(each.step > 1 for each in told.report_input().trials)} continued" in said(svg)
 
 
 def test_the_front_holds_whom_nobody_beats() -> None:

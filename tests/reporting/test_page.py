@@ -65,7 +65,7 @@ def test_a_search_has_everything_in_its_order() -> None:
         f"Best: trial {best.trial}",
         "Learning curves",
         "Parameters",
-        "What matters",
+        "Parameter importance",
         "Rungs",
         "Timeline",
         "Trials",
@@ -133,7 +133,7 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
     runs = [row.split(" | ") for row in runs_of(markdown(told.report_input())).splitlines() if "|" in row]
     assert runs[0][-2:] == ["trials added", "attempts |"]
     assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
-    assert "All of them: samples asked for +2." in markdown(told.report_input())
+    assert "All of them: samples requested +2." in markdown(told.report_input())
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:

@@ -131,7 +131,7 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     loaded, step, ended = trained(trains, StopAndSave())
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
-    assert ended == TrialEnded(reason="saved, as asked", interrupted=True)
+    assert ended == TrialEnded(reason="saved, as requested", interrupted=True)
 
 
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
@@ -232,7 +232,7 @@ def test_a_trial_whose_last_step_said_done_is_not_trained_again(
         raise AssertionError("it was done")
 
     last = StepReport(step=3, metrics={"done": True})
-    assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable said it is done")]
+    assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable reported that it is done")]
 
 
 def _write(directory: str) -> None:
@@ -288,7 +288,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
         lambda: pt.report({"loss": 1.0}),
         lambda: pt.report_step({"loss": 1.0}, _write),
         lambda: save_last_step(_write),
-        lambda: pt.ask("Go on?"),
+        lambda: pt.ask("Continue?"),
         pt.get_checkpoint,
         pt.get_trial,
     ],

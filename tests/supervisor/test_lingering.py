@@ -1,4 +1,4 @@
-"""What goes on when a step, or a trial, has ended: forks, threads, a cleanup that hangs."""
+"""What keeps running when a step, or a trial, has ended: forks, threads, a cleanup that hangs."""
 
 from __future__ import annotations
 

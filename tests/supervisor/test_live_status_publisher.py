@@ -84,7 +84,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
         until(lambda: newest_live_status(bucket, KEY))
         running.close()
     assert [each.getMessage() for each in caplog.records] == [
-        "the newest steps of running trials cannot be published; tried again later: no route to the bucket"
+        "the newest steps of running trials cannot be published; retried later: no route to the bucket"
     ]
 
 

@@ -127,7 +127,7 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
     with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
         (ended,) = heard(channel)
     assert isinstance(ended, TrialEnded)
-    assert ended.reason == "the trainable said it is done"
+    assert ended.reason == "the trainable reported that it is done"
     assert trained(2)["object"] == first["object"]
     assert acts(witness) == ["setup 1", "reset 2"]
 

@@ -12,14 +12,14 @@ from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 
 _MARKUP = "![x](http://theirs) <img src=x>"
 _ASKED = Questioned(
-    trial="00000", key="k", question=f"Go on?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5}
+    trial="00000", key="k", question=f"Continue?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5}
 )
 
 
 def test_a_question_is_text_in_the_form_and_no_markup() -> None:
     form = form_of_question(_ASKED, "e", why=_MARKUP)
     said = str(getattr(form, "_description", None))
-    assert "Go on?\n\\!\\[x\\]" in said
+    assert "Continue?\n\\!\\[x\\]" in said
     assert "![" not in said
     assert said.count("\\<img") == 2
 

@@ -293,7 +293,7 @@ def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> N
     late = replace(orders(1), experiment_id=searched(desk.target))
     with desk.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
-        with pytest.raises(Superseded, match="is not there any more"):
+        with pytest.raises(Superseded, match="no longer exists"):
             desk.given(late)
         assert list(store.list("")) == []
 
@@ -305,7 +305,7 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
     with desk.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
     now = replace(orders(1), experiment_id=searched(desk.target))
-    with pytest.raises(Superseded, match="is another one now"):
+    with pytest.raises(Superseded, match="is a new one with the same name"):
         desk.given(late)
     assert desk.begun(now).experiment.trial(TRIAL).config == {"x": 1}
 

@@ -152,7 +152,7 @@ def test_silence_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
     found = outcome_of(plan, [LOADED])
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
-    assert "taken for hung" in found.message
+    assert "presumed hung" in found.message
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     assert time.monotonic() - began >= 0.4 + 0.3
     assert channel.told == [CheckpointSaved(step=1)]
     assert isinstance(found, Failed)
-    assert "taken for hung" in found.message
+    assert "presumed hung" in found.message
 
 
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialSpec) -> None:
@@ -250,7 +250,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: Trial
 
     found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, told)
     assert isinstance(found, Failed)
-    assert "taken for hung" in found.message
+    assert "presumed hung" in found.message
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialSpec) -> None:

@@ -170,7 +170,7 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
     state = _with_quarantined(bucket, losing)
     journal_writer = JournalWriter(plan.target, state, write_entry, lambda _events, _state: None)
     if lost:
-        with pytest.raises(ResumeFailed, match="Nothing was started afresh"):
+        with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):
             _restore_newest(plan, journal_writer, None, None)
     else:
         assert _restore_newest(plan, journal_writer, None, None) is None

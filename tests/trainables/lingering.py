@@ -1,4 +1,4 @@
-"""Trainables of which something goes on: a fork that exits, a thread that reports, a cleanup without an end, a pipe."""
+"""Trainables of which something keeps running: a fork that exits, a thread that reports, an endless cleanup, a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainable that goes on when a file is there."""
+"""A trainable that continues when a file is there."""
 
 from __future__ import annotations
 

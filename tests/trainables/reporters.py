@@ -95,7 +95,7 @@ def _is_asked() -> None:
 
 
 def _ask() -> None:
-    pt.ask("go on?")
+    pt.ask("continue?")
 
 
 def _report_step() -> None:

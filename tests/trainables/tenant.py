@@ -27,7 +27,7 @@ class Tenant(pt.Trainable):
     def step(self) -> Mapping[str, Any]:
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "any")
         if given != self.devices:
-            raise RuntimeError(f"began on {self.devices}, and is to go on on {given}")
+            raise RuntimeError(f"began on {self.devices}, and is to continue on {given}")
         with ExitStack() as held:
             for device in given.split(","):
                 held.enter_context(_room(Path(self.config["house"]), device, int(self.config.get("share", 1))))

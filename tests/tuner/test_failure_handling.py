@@ -126,7 +126,7 @@ def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind
     assert [court.loses_an_attempt() for _ in range(2)] == [Phase.PENDING] * 2
     with pytest.raises(kind, match="expired"):
         court.loses_an_attempt()
-    assert court.page.state.trial(_TRIAL).phase is Phase.RUNNING, "whoever runs it again goes on with it"
+    assert court.page.state.trial(_TRIAL).phase is Phase.RUNNING, "the next run of the search continues it"
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])

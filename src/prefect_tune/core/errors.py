@@ -62,7 +62,7 @@ class ObjectNotFound(TuneError):
 
 
 class AlreadyExists(TuneError):
-    """Create-if-absent found an object at this path: read it, and decide."""
+    """Create-if-absent found an object at this path: read it before the next move."""
 
 
 class CommitUnknown(TuneError):

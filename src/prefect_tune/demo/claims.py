@@ -31,7 +31,7 @@ class Findings:
     """Everything that was measured."""
 
     killed: Killed
-    came_back_at: int
+    resumed_at: int
     whole_bytes: int
     """The size of the checkpoint of the killed upload, once the resumed run had committed it."""
     whole_blobs: Mapping[str, int]
@@ -68,13 +68,13 @@ def _in_the_middle(found: Findings) -> DemoClaim:
 
 
 def _came_back(found: Findings) -> DemoClaim:
-    killed, back = found.killed, found.came_back_at
+    killed, back = found.killed, found.resumed_at
     if not back == killed.newest_step > 0:
         return DemoClaim(
-            held=False, text=f"Run 3 came back at step {back}, and step {killed.newest_step} had been committed"
+            held=False, text=f"Run 3 resumed from step {back}, and step {killed.newest_step} had been committed"
         )
     again = f"nothing committed was lost; steps {back + 1} to {killed.trained_until} were trained again"
-    return DemoClaim(held=True, text=f"Run 3 came back at step {back}, the newest one committed", shown_by=(again,))
+    return DemoClaim(held=True, text=f"Run 3 resumed from step {back}, the newest one committed", shown_by=(again,))
 
 
 def _not_sent_again(found: Findings) -> DemoClaim:

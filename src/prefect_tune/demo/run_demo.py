@@ -67,7 +67,7 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
         console.print(verdict(shown))
         took = f"{time.monotonic() - began:.0f} s in all, {ready_after:.0f} s of them to start {stage.server}"
         look = f"prefect-tune checkpoints {stage.place} {stage.name}-undisturbed"
-        kept = f"\n  kept; to look at it: {look}" if options.keep else ""
+        kept = f"\n  kept; to list the checkpoints: {look}" if options.keep else ""
         console.print(Text(f"\n  {took}{kept}", "dim"))
     return all(claim.held for claim in shown)
 
@@ -150,7 +150,7 @@ def _status(process: TrainingProcess, listing: TrialListing) -> str:
 def _set_up(options: DemoOptions, directory: Path, screen: DemoScreen, at_end: ExitStack) -> _Stage:
     """Start a server unless the user has one, and check meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
-    screen.status = f"looking at {place}"
+    screen.status = f"reading {place}"
     own, environment, server = None, dict(os.environ), "with the Prefect server of PREFECT_API_URL"
     if "PREFECT_API_URL" not in os.environ:
         screen.status = "a Prefect server is starting, with an empty database"
@@ -193,7 +193,7 @@ def _perform(stage: _Stage) -> Findings:
     undisturbed = stage.probe("undisturbed")
     _train_to_the_end(stage, undisturbed_track, undisturbed)
     probe, killed = _be_killed(stage, killed_track)
-    resumed_track.came_back_at = killed.newest_step
+    resumed_track.resumed_at = killed.newest_step
     _train_to_the_end(stage, resumed_track, probe)
     stage.screen.status = "reading the last checkpoints back, and comparing"
     return _compare(undisturbed, probe, killed)
@@ -217,10 +217,10 @@ def _be_killed(stage: _Stage, track: Track) -> tuple[TargetProbe, Killed]:
             killed = _train_until_killed(stage, track, probe)
         if killed.newest_step < killed.step and killed.arrived:
             return probe, killed
-        track.forget("too late: once more")
+        track.forget("too late: trying again")
     raise TuneError(
         f"{_TRIES} kills came too late: the upload of a checkpoint was over before the first of its blobs was seen "
-        f"at {stage.place}. Try again on a quieter machine"
+        f"at {stage.place}. Try again on a less busy machine"
     )
 
 
@@ -256,7 +256,7 @@ def _compare(undisturbed: TargetProbe, resumed: TargetProbe, killed: Killed) -> 
     whole = resumed.manifest(next(key for key in there if key.step == killed.step))
     return Findings(
         killed=killed,
-        came_back_at=resumed.starts()[-1],
+        resumed_at=resumed.starts()[-1],
         whole_bytes=whole.size_bytes,
         whole_blobs={whole.blob_path(index): blob.size_bytes for index, blob in enumerate(whole.blobs)},
         undisturbed=undisturbed.digests(undisturbed.look().committed[-1]),

@@ -25,7 +25,7 @@ class Track:
     name: str
     steps: int
     has_begun: bool = False
-    came_back_at: int = 0
+    resumed_at: int = 0
     step: int = 0
     committed: frozenset[int] = frozenset()
     killed_at: int | None = None
@@ -98,10 +98,10 @@ class DemoScreen:
 def cells(track: Track, width: int) -> Text:
     """Return the track as `width` cells: steps trained, checkpoints committed, the kill, the way back."""
     marks = dict.fromkeys(range(width), ("·", "dim"))
-    start, end = _cell(track.came_back_at, track, width), _cell(track.step, track, width)
+    start, end = _cell(track.resumed_at, track, width), _cell(track.step, track, width)
     marks |= dict.fromkeys(range(max(start, 0), end + 1), ("━", "cyan"))
-    marks |= {_cell(step, track, width): ("●", "green") for step in track.committed if step > track.came_back_at}
-    if track.came_back_at:
+    marks |= {_cell(step, track, width): ("●", "green") for step in track.committed if step > track.resumed_at}
+    if track.resumed_at:
         marks |= dict.fromkeys(range(start), (" ", ""))
         marks[start] = ("↻", "bold yellow")
     if track.killed_at is not None:
@@ -116,7 +116,7 @@ def _cell(step: int, track: Track, width: int) -> int:
 
 
 def _legend() -> Text:
-    parts = (("●", "green", "committed"), ("✗", "bold red", "SIGKILL"), ("↻", "bold yellow", "came back here"))
+    parts = (("●", "green", "committed"), ("✗", "bold red", "SIGKILL"), ("↻", "bold yellow", "resumed here"))
     return Text("   ").join(Text.assemble((mark, style), (f" {said}", "dim")) for mark, style, said in parts)
 
 

@@ -168,7 +168,7 @@ class DeploymentLauncher:
                 if not _may_pass(error) or time.monotonic() + pause_seconds > until:
                     raise
                 log = get_run_logger()
-                log.warning("trial %s: starting it is retried in %g s: %s", plan.trial.trial, pause_seconds, error)
+                log.warning("trial %s: retrying its start in %g s: %s", plan.trial.trial, pause_seconds, error)
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 

@@ -61,7 +61,7 @@ class TuneReportCheckpointCallback:
 
 
 class _ReplayCallback:
-    """Reports the rounds after the first `reported`, which are trained once more."""
+    """Reports the rounds after the first `reported`, which are trained again."""
 
     order = 90
 

@@ -38,7 +38,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     the random states and skips the batches that were trained. Its weights and states are read without running code
     (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
     `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
-    handed over.
+    moved to the target.
 
     Args:
         metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
@@ -58,7 +58,10 @@ class TuneReportCheckpointCallback(TrainerCallback):
             found = args.world_size
             raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {found}. {ONE_PROCESS}")
         if args.load_best_model_at_end:
-            raise InvalidInput("TrainingArguments(load_best_model_at_end=True): the checkpoints are handed over")
+            raise InvalidInput(
+                "TrainingArguments(load_best_model_at_end=True): set it to False, since the Trainer's checkpoints are "
+                "moved to the target"
+            )
         if args.ignore_data_skip or args.save_only_model:
             raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
         if restored_checkpoint() is not None and state.global_step == 0:

@@ -63,7 +63,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _XgboostReplayCallback(xgb.callback.TrainingCallback):
-    """Reports the rounds after the first `reported`, which are trained once more, and remembers the end."""
+    """Reports the rounds after the first `reported`, which are trained again, and remembers the end."""
 
     def __init__(self, metrics: MetricNames, reported: int) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class MaintenanceReport:
         size = sum(each.verified_bytes for each in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned = sum(each.pruned_count for each in self.experiments)
-        left = f"; {len(self.not_looked_at)} things not looked at" if self.not_looked_at else ""
+        left = f"; {len(self.not_looked_at)} items not checked" if self.not_looked_at else ""
         return (
             f"{len(self.experiments)} experiments: {self.verified_count} checkpoints read ({shown_size(size)}), "
             f"{len(self.damaged)} damaged, {len(self.new_damage)} of them new; {pruned} {would}pruned, "
@@ -152,7 +152,7 @@ def markdown(report: MaintenanceReport) -> str:
                 ("experiment", "checkpoints", "read", "size", "damaged", "pruned", "deleted", "freed", "undecided"),
                 _done(report),
             ),
-            *_section("Not looked at", ("experiment", "what", "why"), _left(report)),
+            *_section("Not checked", ("experiment", "what", "why"), _left(report)),
         ]
     )
 

@@ -54,7 +54,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     require_goes_on(state)
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(
-            f"experiment {state.name!r} is one training, and not a search: resume it by pt.durable_trainable(...), "
+            f"experiment {state.name!r} is a single training, not a search: resume it by pt.durable_trainable(...), "
             "or choose another experiment name"
         )
     for name, why in _FIXED.items():
@@ -123,7 +123,7 @@ def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not plan.reruns_errored:
         log.warning(
-            "%s not tried again: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
+            "%s not retried: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
         )
 

@@ -31,7 +31,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 
 _METRICS = 4
-_ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "told to stop"}
+_ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "stopped"}
 
 
 class AttemptEnd(StrEnum):
@@ -39,7 +39,7 @@ class AttemptEnd(StrEnum):
 
     FINISHED = "finished"
     PAUSED = "paused"
-    STOPPED = "told to stop"
+    STOPPED = "stopped"
     FAILED = "failed"
     LOST = "lost"
 

@@ -36,9 +36,9 @@ _FIGURES = (
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
     ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
     (
-        "What matters",
+        "Parameter importance",
         importance_chart,
-        "The share of the differences between trials that goes with one parameter alone (ε² of the ranks).",
+        "The share of the differences between trials that one parameter alone explains (ε² of the ranks).",
     ),
     ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that continued."),
     (
@@ -51,7 +51,7 @@ _FIGURES = (
         timeline,
         (
             "Above, in grey, which run owned the experiment; below, every attempt, by how it ended. "
-            "✕: it was killed, was lost, or failed."
+            "✕: it was killed, lost or failed."
         ),
     ),
 )
@@ -255,7 +255,7 @@ def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     yield "last entry", [_time(each.last_heard_at) for each in runs]
     if any(each.samples_asked for each in runs):
         yield (
-            "samples asked for",
+            "samples requested",
             [f"+{format_count(each.samples_asked)}" if each.samples_asked else "" for each in runs],
         )
     yield "trials added", [format_count(each.trials_added) for each in runs]
@@ -266,10 +266,10 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} done again, about {format_span(cost.wasted_seconds)}"
+    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} repeated, about {format_span(cost.wasted_seconds)}"
     rows: list[tuple[str, Cell]] = [
         ("training", f"{format_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
-        ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
+        ("wasted", steps if cost.wasted_steps else "nothing: no step was repeated"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:

@@ -223,7 +223,7 @@ def rung_chart(report_input: ReportInput) -> str | None:
         _draw_rung(drawing, y, rung, (middle, min(52.0, width * 0.36)))
         on = sum(went for _, went in rung)
         drawing.text((middle, frame.bottom + 18), f"step {step}", f"{SMALL} {MIDDLE}")
-        drawing.text((middle, frame.top - 10), f"{len(rung)} compared, {on} on", f"{SMALL} {MIDDLE}")
+        drawing.text((middle, frame.top - 10), f"{len(rung)} compared, {on} continued", f"{SMALL} {MIDDLE}")
     return drawing.svg()
 
 

@@ -239,7 +239,7 @@ class TrialSession:
         if not self._curve:
             return None
         if self._curve[-1].metrics.get("done") is True:
-            return "the trainable said it is done"
+            return "the trainable reported that it is done"
         return self._stopper.why_stop(self._curve)
 
     def _over_already(self) -> str:
@@ -320,7 +320,7 @@ class TrialSession:
         if self._leave is not None:
             for_good = self._leave.for_good
             return TrialOver(self._leave.reason, paused=not for_good, left=for_good)
-        return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
+        return TrialOver("saved, as requested", interrupted=True) if saved and self.asked_to_stop else None
 
     def loaded(self, code: str) -> None:
         """Report that the trainable is loaded."""

@@ -116,7 +116,7 @@ class Template:
             if self.why_not:
                 self._end(timedelta(0))
         except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` wait for ever
-            self.why_not = f"its import could not be followed: {type(error).__name__}: {error}"
+            self.why_not = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
             self._ready.set()
 

@@ -93,7 +93,7 @@ class LiveStatusPublisher:
         except TuneError as error:
             if not self._fails:
                 log = logging.getLogger("prefect_tune")
-                log.warning("the newest steps of running trials cannot be published; tried again later: %s", error)
+                log.warning("the newest steps of running trials cannot be published; retried later: %s", error)
             self._fails = True
         else:
             self._fails = False

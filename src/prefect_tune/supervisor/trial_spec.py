@@ -57,7 +57,7 @@ class TrialSpec:
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None
-    """How long a trial may train without a report before it is taken for hung."""
+    """How long a trial may train without a report before it is presumed hung."""
     tags: tuple[str, ...] = ()
     """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
     concurrency_limits: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ __all__ = [
     "say_what_is_resumable",
 ]
 
-STOPPED_HERE = "stopped here, as was chosen when the run was resumed"
+STOPPED_HERE = "stopped, as chosen on Resume"
 _PATIENCE = timedelta(days=30)
 
 

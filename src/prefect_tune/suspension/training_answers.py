@@ -51,7 +51,7 @@ def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeCho
             left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
             return [] if trial.phase in ENDED else [left]
         case "other checkpoint":
-            back = Requeued(trial=trial.trial, reason=f"it goes back to step {choice.checkpoint}, as was chosen")
+            back = Requeued(trial=trial.trial, reason=f"it returns to step {choice.checkpoint}, as chosen on Resume")
             return [back, _copy(plan, state, trial, choice.checkpoint)]
         case "continue" | "extend":
             return []
@@ -61,7 +61,7 @@ def _copy(plan: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned
     """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
     key = _checkpoint_at(plan.trial, trial, step)
     cloned = clone_checkpoint(plan.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
-    reason = f"went back to step {step}, as was chosen"
+    reason = f"returned to step {step}, as chosen on Resume"
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
 
 

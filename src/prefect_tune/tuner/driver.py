@@ -370,7 +370,7 @@ class Driver:
         """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.reruns_errored:
-                self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+                self._put(Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}"))
             elif self._limits.options.reruns_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):

@@ -64,8 +64,8 @@ class FailureHandler:
         """
         if self._unimportable:
             raise TrialFailed(
-                "nothing was trained, since an import failed: make it work where the trials run, and start the search "
-                f"again under the same name. The first to fail was {self._unimportable}"
+                "nothing was trained, since an import failed where the trials run: correct it, and start the search "
+                f"again under the same name. The first failure was in {self._unimportable}"
             )
         return ended
 
@@ -84,7 +84,7 @@ class FailureHandler:
             return
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
             name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
-            next_try = "the next run tries it again" if self._stopping.ends else "it is tried again"
+            next_try = "the next run retries it" if self._stopping.ends else "it is retried"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, why)
         self.retry_or_give_up(trial.trial, cause)
 
@@ -111,7 +111,7 @@ class FailureHandler:
         Its earlier machine failures do not count, unless the trial may have killed that run.
         """
         if is_forgiven(trial, self._limits.options.failure_policy):
-            self._pending_entry.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            self._pending_entry.put(Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}"))
             self._startable.append(trial.trial)
         else:
             self.retry_or_give_up(trial.trial, cause)

@@ -69,7 +69,9 @@ def new_lessons(
             where = resolve_target(place) if place else target
             at = ExperimentAddress(where.uri, experiment).uri
             if at == ExperimentAddress(target.uri, own).uri:
-                raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
+                raise InvalidInput(
+                    f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
+                )
             state = read_or_fail(where, experiment)
             if not state.number:
                 raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")

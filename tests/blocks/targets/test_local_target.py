@@ -52,7 +52,7 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     found = LocalTarget(path=str(tmp_path / "runs")).check()
     assert not found.ok
-    assert "in the way: a file stands where the folder should be" in found.message
+    assert "not a folder: a file has the folder's name" in found.message
 
 
 def test_a_mount_that_is_missing_is_not_made(tmp_path: Path) -> None:

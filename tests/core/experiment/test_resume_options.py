@@ -1,4 +1,4 @@
-"""How a suspended run may go on: what a person can choose, and what that makes of it."""
+"""How a suspended run may continue: what a person can choose, and what that makes of it."""
 
 from __future__ import annotations
 

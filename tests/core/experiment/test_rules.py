@@ -100,7 +100,7 @@ def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
 
 @pytest.mark.parametrize("fields", [{"best": 3}, {"metric": "loss"}])
 def test_the_best_are_best_by_something(fields: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="go together"):
+    with pytest.raises(ValidationError, match="require each other"):
         Retention.model_validate(fields)
 
 
@@ -190,9 +190,9 @@ def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> N
         (Cause.USER, {"user_failures": 1}, FailurePolicy(), "failure 1 of the trainable"),
         (Cause.USER, {"user_failures": 2}, FailurePolicy(max_failures=2), TryAgain()),
         (Cause.USER, {"user_failures": 3}, FailurePolicy(max_failures=2), "failure 3 of the trainable"),
-        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), "import is not tried again"),
-        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), "out-of-memory is not tried again"),
-        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), "bad-metric is not tried again"),
+        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), "import is not retried"),
+        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), "out-of-memory is not retried"),
+        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), "bad-metric is not retried"),
         (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), TryAgain()),
         (
             Cause.MACHINE,

@@ -119,7 +119,9 @@ def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
     pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
     twice = Absorbed(trial=T, number=1, events=(STARTED, reported(1), Paused(trial=T, reason="others")))
     assert names(ADDED, twice, Resumed(trial=T), Resumed(trial=T)) == ["trial.started", "trial.paused", "trial.resumed"]
-    assert names(ADDED, STARTED, pause, end, Requeued(trial=T, reason="more"), Requeued(trial=T, reason="goes on")) == [
+    assert names(
+        ADDED, STARTED, pause, end, Requeued(trial=T, reason="more"), Requeued(trial=T, reason="continues")
+    ) == [
         "trial.started",
         "trial.paused",
         "trial.finished",

@@ -160,7 +160,7 @@ STORIES: Mapping[str, tuple[Before, Act]] = {
     "a clone is trained on for long": (with_a_clone, saves("c", 2)),
     "the source deletes what it retired": (without_a_clone, clear_late),
     "the source deletes what a clone needed": (with_a_clone_that_is_over, clear_late),
-    "the source goes on": (with_a_clone, saves("s", 2)),
+    "the source continues": (with_a_clone, saves("s", 2)),
     "the source is resumed": (with_a_clone, takes_over("s")),
     "the clone is resumed": (with_a_clone_that_is_over, takes_over("c")),
 }
@@ -283,10 +283,10 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "delete what clones need": Mutant(
-        partial(dies, "the source goes on"), {trial_transitions.is_collectable: {" and not is_held(state, key)": ""}}
+        partial(dies, "the source continues"), {trial_transitions.is_collectable: {" and not is_held(state, key)": ""}}
     ),
     "count nothing as needed by clones": Mutant(
-        partial(dies, "the source goes on"),
+        partial(dies, "the source continues"),
         {checkpoint_gc._reachable: {"*state.claims": ""}},
     ),
     "release a clone that is live": Mutant(

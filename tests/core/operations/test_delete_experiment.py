@@ -104,7 +104,7 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     other = SmallSearch(store, "other")
     origin = past_of(store, "other", None, side_by_side=map).origin
     assert other.state.number
-    with pytest.raises(InvalidInput, match="'old' is being deleted: take another name"):
+    with pytest.raises(InvalidInput, match="'old' is being deleted: use another name"):
         begin_fork(store, "old", origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
 
 

@@ -124,7 +124,7 @@ MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act, Act]] = {
 }
 """What happens to an experiment while it is deleted."""
 WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
-"""Those who know that they go on after something, and so begin nothing in a place that is empty."""
+"""Those that know that they continue something, and so begin nothing in a place that is empty."""
 
 
 def _new(scene: Scene) -> SmallSearch:

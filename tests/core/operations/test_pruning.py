@@ -59,7 +59,7 @@ def test_the_strays_of_a_trial_that_was_given_up_go_without_a_policy_too() -> No
     assert [each.step for each in reopened(scene).trial.checkpoints] == [2, 3]
 
 
-@pytest.mark.parametrize("how", ["runs", "was opened", "goes on", "was opened meanwhile"])
+@pytest.mark.parametrize("how", ["runs", "was opened", "continues", "was opened meanwhile"])
 def test_a_trial_that_somebody_may_have_is_not_pruned_whatever_the_experiment_knows(how: str) -> None:
     scene = (training if how == "runs" else given_up)(SOURCE, CLONE)
     member = scene.members["s"]
@@ -67,7 +67,7 @@ def test_a_trial_that_somebody_may_have_is_not_pruned_whatever_the_experiment_kn
     store: ObjectStore = scene.store
     if how == "was opened":
         reopened(scene)
-    elif how == "goes on":
+    elif how == "continues":
         known = known.model_copy(update={"phase": Phase.PENDING})
     elif how == "was opened meanwhile":
         store = Hooked(scene.store, lambda: reopened(scene))

@@ -200,7 +200,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
     "collects while it is cloned": (training, [collects(), clones("c")]),
     "collects while it is taken over": (with_a_clone, [collects(), takes_over("s")]),
     "collects while another collects": (ended, [collects(), collects()]),
-    "prunes while it goes on": (ended, [prunes, goes_on]),
+    "prunes while it continues": (ended, [prunes, goes_on]),
     "prunes while it is resumed": (ended, [prunes, resumes]),
     "prunes while it is cloned": (ended, [prunes, clones("c")]),
     "prunes what was given up while it is resumed": (given_up, [prunes_given_up, resumes]),

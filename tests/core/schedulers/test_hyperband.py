@@ -14,7 +14,7 @@ NINE = [f"t{number}" for number in range(9)]
 
 
 def first_bracket(max_t: int = 9) -> Asked:
-    """Nine trials of Hyperband(9): at rung 1 the best three go on, at rung 3 the best one."""
+    """Nine trials of Hyperband(9): at rung 1 the best three continue, at rung 3 the best one."""
     asked = Asked(Hyperband(max_t))
     asked.add(*NINE)
     return asked
@@ -111,7 +111,7 @@ def test_who_died_before_a_rung_leaves_its_place_empty_and_is_waited_for_no_long
     asked.end("t4", "t5", "t6", "t7")
     assert asked.resume_all() == []
     asked.end("t8")
-    assert asked.resume_all() == ["t0", "t1", "t2"]  # of nine places three go on
+    assert asked.resume_all() == ["t0", "t1", "t2"]  # of nine places three continue
     assert asked.stop_all() == ["t3"]
 
 

@@ -240,7 +240,7 @@ def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
         (lambda: uniform("1e-4", 1), "expected a finite number for low, found '1e-4'; YAML reads 1e-4 as text"),
         (lambda: uniform(0, math.inf), "expected a finite number for high, found inf$"),
         (lambda: uniform(0, True), "expected a finite number for high, found True"),
-        (lambda: loguniform(0, 1), "expected low > 0, which has a logarithm, found 0.0"),
+        (lambda: loguniform(0, 1), "expected low > 0, since its logarithm is drawn, found 0.0"),
         (lambda: lograndint(0, 5), "expected low > 0"),
         (lambda: quniform(0, 1, 0.3), "expected multiples of q=0.3 for low and high"),
         (lambda: quniform(0.2, 0.9, 0.3), "expected multiples of q=0.3"),

@@ -313,7 +313,7 @@ def test_a_point_that_is_no_configuration_is_refused(point: Any) -> None:
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, True, "3"])
 def test_a_number_of_samples_that_cannot_be_is_refused(count: object) -> None:
-    with pytest.raises(InvalidInput, match="num_samples: expected 1 or more, or -1 for without end, found"):
+    with pytest.raises(InvalidInput, match="num_samples: expected 1 or more, or -1 for no limit, found"):
         RandomSearch(count)
 
 

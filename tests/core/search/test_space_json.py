@@ -134,7 +134,7 @@ def test_a_function_without_a_name_to_find_it_by_cannot_be_written(function: obj
         ([1], r'space: expected an object such as \{"lr": \{"uniform": \[0, 1\]\}\}, found \[1\]'),
         (
             {"lr": {"loguniforn": [1, 2]}},
-            r"^lr: expected {.loguniform.: \[low, high\]}, found {'loguniforn': \[1, 2\]}; if ",
+            r"^lr: unknown distribution 'loguniforn'; did you mean 'loguniform'\? Expected .*, found {'loguniforn'",
         ),
         ({"a": [{"uniform": [1]}]}, r'^a\[0\]: expected \{"uniform": \[low, high\]\}, found'),
         ({"a": {"uniform": {"low": 0, "hig": 1}}}, r"found \{'uniform': \{'low': 0, 'hig': 1\}\}"),

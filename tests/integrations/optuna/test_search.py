@@ -359,7 +359,10 @@ def test_a_sampler_that_was_used_before_begins_anew() -> None:
             "PartialFixedSampler: there is no parameter.*'lr'.*'x'",
         ),
         (OptunaSearch(None, 9, [{"x": 3}]), "points_to_evaluate: x: expected uniform"),
-        (OptunaSearch(samplers.GridSampler({"x": [0.5]}), 9, [{}]), "points_to_evaluate: expected whole .*found {}"),
+        (
+            OptunaSearch(samplers.GridSampler({"x": [0.5]}), 9, [{}]),
+            "points_to_evaluate: expected values for all .*found {}",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_trial(search: OptunaSearch, message: str) -> None:

@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(caller: Caller) -> 
     spoil(caller, 1)
     with pytest.raises(pt.CheckpointCorrupt):
         caller.restore(1)
-    with pytest.raises(pt.ResumeFailed, match=r"checkpoints are damaged\. Nothing was started afresh"):
+    with pytest.raises(pt.ResumeFailed, match=r"checkpoints are damaged\. Nothing was restarted from zero"):
         caller.restore()
 
 

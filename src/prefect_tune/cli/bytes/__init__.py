@@ -1,1 +1,1 @@
-"""The commands of the panel *Bytes*: they read, verify, copy and delete what is stored."""
+"""The commands of the panel *Checkpoints and storage*: they read, verify, copy and delete what is stored."""

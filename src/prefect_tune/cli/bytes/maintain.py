@@ -19,7 +19,10 @@ _NEW_DAMAGE = 4
 def maintain(
     target: Target,
     experiments: Annotated[
-        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Names or patterns.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[EXPERIMENT]...", help="Names or patterns of experiments. Default: all.", show_default=False
+        ),
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
     keep_last: Annotated[

@@ -1,1 +1,1 @@
-"""The commands of the panel *Look*: they read experiments."""
+"""The commands of the panel *Inspect*: they read experiments."""

@@ -28,7 +28,7 @@ class _Collision(StrEnum):
 
 
 _Flows = Annotated[list[str] | None, typer.Argument(metavar="[FLOW]...", show_default=False)]
-_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For the pool's job template.")]
+_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the pool's job template.")]
 _Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
 _Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
 _Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
@@ -41,14 +41,16 @@ def deploy(
     work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Work queue of that pool.")] = None,
     image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
     job_variables: _Variables = None,
-    prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, as staging-.")] = "",
+    prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")] = "",
     suffix: Annotated[str, asks("--suffix", "TEXT", "Suffix of each deployment's name.")] = "",
     name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
     params: _Params = None,
     param: _Param = None,
     cron: _Crons = None,
     every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
-    time_zone: Annotated[str, typer.Option("--timezone", metavar="ZONE", help="For --cron: Europe/Berlin.")] = "UTC",
+    time_zone: Annotated[
+        str, typer.Option("--timezone", metavar="ZONE", help="Time zone of --cron, such as Europe/Berlin.")
+    ] = "UTC",
     collision: Annotated[
         _Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
     ] = _Collision.CANCEL_NEW,
@@ -56,10 +58,10 @@ def deploy(
         bool,
         typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too."),
     ] = True,
-    notify: Annotated[str | None, asks("--notify", "BLOCK", "Where alerts go, as slack-webhook/NAME.")] = None,
+    notify: Annotated[str | None, asks("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Deploy every FLOW, or those named, to a work pool of any kind; with --name, one for one experiment.
+    """Create a deployment of each FLOW, by default of all flows; with --name, one for a single experiment.
 
     It is idempotent.
 
@@ -87,7 +89,7 @@ def deploy(
         installed = _automations(notify) if automations else []
     except TuneError as error:
         _say(done, (), work_pool, as_json=as_json)
-        raise TuneError(f"{error}; the deployments are made: --no-automations skips the automations") from error
+        raise TuneError(f"{error}; the deployments were created; --no-automations skips the automations") from error
     _say(done, installed, work_pool, as_json=as_json)
 
 
@@ -158,5 +160,5 @@ def _say(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *,
     for automation in installed:
         print(f"automation  {'on ' if automation.enabled else 'off'}  {automation.name}")
     if installed and not any(each.is_alert and each.acts for each in installed):
-        print("no alert is sent: --notify slack-webhook/NAME installs them")
+        print("alerts are not installed; to install them: --notify slack-webhook/NAME")
     print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

@@ -22,7 +22,7 @@ def stop(
     ] = 60,
     as_json: AsJson = False,
 ) -> None:
-    """Make a running search save and end, resumable; with --trial, end one trial of it for good.
+    """Stop a running search, after every trial has saved; with --trial, end one of its trials for good.
 
     The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
     """

@@ -13,7 +13,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.terminal.formatting import visible
 
 _WRONG_USAGE = 2
-PANELS = {"start": "To begin with", "search": "Search", "look": "Look", "bytes": "Bytes"}
+PANELS = {"start": "Getting started", "search": "Search", "look": "Inspect", "bytes": "Checkpoints and storage"}
 """The panels of the help: the folder of their commands, and their title."""
 COMMANDS: Mapping[str, Sequence[str]] = {
     "start": ("demo", "blocks"),

@@ -85,29 +85,31 @@ _OPTIONS: Mapping[str, _Option] = {
         metavar="min|max", kind=list[_Mode], read=_one_or_more, about="Direction of the metric. Default: min."
     ),
     "num_samples": _Option(
-        metavar="N", kind=int, at_least=1, about="Trials; of a grid: of each point. Default: 10; grid alone: 1."
+        metavar="N", kind=int, at_least=1, about="Trials; with a grid, per point. Default: 10; grid alone: 1."
     ),
-    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="Instead: N more than before."),
+    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="Instead of a total: N new samples."),
     "scheduler": _Option(
-        metavar="JSON", read=lambda text: spelling_from(text, "--scheduler"), about='Such as {"ASHA": {"max_t": 81}}.'
+        metavar="JSON",
+        read=lambda text: spelling_from(text, "--scheduler"),
+        about='Stops poor trials early: {"ASHA": {"max_t": 81}}.',
     ),
     "search": _Option(
         metavar="JSON",
         read=lambda text: spelling_from(text, "--search"),
-        about="Likewise. Default: random and grid search.",
+        about="Search algorithm. Default: random and grid search.",
     ),
-    "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from this experiment."),
+    "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from the trials of this experiment."),
     "seed": _Option(metavar="N", kind=int, about="Seed of all draws. Default: from EXPERIMENT."),
     "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
     "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
-    "time_budget_seconds": _Option(metavar="S", kind=float, about="After S all save and end, resumable."),
+    "time_budget_seconds": _Option(metavar="S", kind=float, about="After S seconds save all trials and end."),
     "checkpoint_every": _Option(
         metavar="STEPS",
         kind=int,
         at_least=1,
         sets="checkpoint",
         read=_cadence,
-        about="Default: every 60 s, and at the end.",
+        about="Save every STEPS steps. Default: every 60 s, and at the end.",
     ),
     "keep_last": _Option(
         metavar="N",
@@ -123,20 +125,20 @@ _OPTIONS: Mapping[str, _Option] = {
         at_least=0,
         sets="failures",
         read=_failures,
-        about="Retries of code that failed. Default: 0.",
+        about="Retries of a trial that raised. Default: 0.",
     ),
     "fail_fast": _Option(kind=bool, default=False, about="Stop at the first trial that errors."),
     "callbacks": _Option(metavar="MODULE:NAME", flag="--callback", kind=list[str], about="A callback for the search."),
     "trials": _Option(
-        metavar="WHERE", kind=_Trials, default=_Trials.tasks, about="tasks of this run, or deployment: a flow run each."
+        metavar="WHERE", kind=_Trials, default=_Trials.tasks, about="tasks: in this run; deployment: a flow run each."
     ),
-    "trial_deployment": _Option(metavar="NAME", about="For --trials deployment."),
+    "trial_deployment": _Option(metavar="NAME", about="Deployment for --trials deployment."),
     "trial_job_variables": _Option(
         metavar="NAME=VALUE",
         flag="--job-variable",
         kind=list[str],
         read=lambda given: values_from(given, "--job-variable"),
-        about="For each run of the deployment.",
+        about="Job variable of each run of that deployment.",
     ),
     "trial_tags": _Option(
         metavar="TAG", flag="--tag", kind=list[str], about="Tag of each task run, for Prefect's tag limits."
@@ -149,27 +151,33 @@ _OPTIONS: Mapping[str, _Option] = {
         flag="--resource",
         kind=list[str],
         read=lambda given: numbers_from(given, "--resource"),
-        about="Per trial, as gpu=0.5 or cpu=2.",
+        about="Resources of a trial: gpu=0.5 or cpu=2.",
     ),
     "isolation": _Option(
-        metavar="WHAT", kind=_Isolation, default=_Isolation.process, about="process of its own, or thread."
+        metavar="WHAT",
+        kind=_Isolation,
+        default=_Isolation.process,
+        about="process: one for each trial; thread: for debuggers.",
     ),
     "reuse": _Option(
         metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: fork, keep, never, or auto."
     ),
     "grace_period_seconds": _Option(metavar="S", kind=float, about="Time to save after a stop signal. Default: 25."),
-    "silence_timeout_seconds": _Option(metavar="S", kind=float, about="Restart a trial after S of silence."),
+    "silence_timeout_seconds": _Option(metavar="S", kind=float, about="Restart a trial after S without a report."),
     "resume": _Option(
-        metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: it exists; never: it is new."
+        metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: EXPERIMENT exists; never: it is new."
     ),
     "on_code_change": _Option(
-        metavar="WHAT", kind=_OnCodeChange, default=_OnCodeChange.warn, about="If the source changed: warn, or refuse."
+        metavar="WHAT",
+        kind=_OnCodeChange,
+        default=_OnCodeChange.warn,
+        about="If the code has changed: warn, or refuse.",
     ),
     "fork": _Option(metavar="NAME", about="Resume a copy of EXPERIMENT under this name."),
     "at": _Option(metavar="ENTRY", kind=int, about="Fork at this journal entry. Default: the last."),
     "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
     "only_errored": _Option(
-        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry those, and nothing else."
+        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry errored trials only."
     ),
     "total_samples": _Option(
         metavar="N",
@@ -177,9 +185,9 @@ _OPTIONS: Mapping[str, _Option] = {
         kind=int,
         at_least=1,
         sets="num_samples",
-        about="Total trials; more than before.",
+        about="New total of trials, not fewer than now.",
     ),
-    "trainable": _Option(metavar="MODULE:NAME", about="Replaces the journal's; needed on a bucket."),
+    "trainable": _Option(metavar="MODULE:NAME", about="Replaces the one in the journal; required on a bucket."),
 }
 RUN: Sequence[str] = list(_OPTIONS)[: list(_OPTIONS).index("fork")]
 """The options of `run`, in the order of its help."""

@@ -1,1 +1,1 @@
-"""The commands of the panel *To begin with*: the demo, and the check of a storage target."""
+"""The commands of the panel *Getting started*: the demo, and the check of a storage target."""

@@ -10,7 +10,7 @@ import typer
 
 from prefect_tune.cli.shared.app import PANELS, AsJson, Target, app
 
-blocks = typer.Typer(help="The blocks that describe storage targets.", no_args_is_help=True)
+blocks = typer.Typer(help="Register and check the blocks of storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["start"])
 
 

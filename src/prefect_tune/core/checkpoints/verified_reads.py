@@ -39,7 +39,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One request: neighbouring chunks of one blob."""
+    """One request: neighboring chunks of one blob."""
 
     blob: int
     chunks: tuple[_Wanted, ...]

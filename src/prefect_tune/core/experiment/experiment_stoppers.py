@@ -145,7 +145,7 @@ class Tallies(Tally):
 class MaxFailures(ExperimentStopper):
     """End the experiment once this many of its trials have errored, with their own retries spent.
 
-    Trials that are tried again (`rerun_errored`) are no longer counted.
+    Trials that are retried (`rerun_errored`) are no longer counted.
     """
 
     failures: int = field(metadata={"example": 3})

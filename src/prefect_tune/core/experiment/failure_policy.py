@@ -35,7 +35,7 @@ class FailurePolicy(Value):
     """How often a trial is started again after a failure, by the kind of failure.
 
     Args:
-        max_failures: failures of your code that are tried again. Default: 0.
+        max_failures: failures of your code that are retried. Default: 0.
         max_machine_failures: failures of machines, workers and stores in a row, without a commit in between.
             Default: 10.
         max_restarts: restarts of the whole run by automations in a row, without a commit or a decision in between.
@@ -44,7 +44,7 @@ class FailurePolicy(Value):
             Default: 3.
     """
 
-    max_failures: _Count = Field(default=0, description="Failures of your code that are tried again.")
+    max_failures: _Count = Field(default=0, description="Failures of your code that are retried.")
     max_machine_failures: _Count = Field(
         default=10,
         description="Failures of machines, workers and stores in a row, without a commit in between.",
@@ -97,7 +97,7 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
         return TryAgain()
     died = f"{trial.same_start} attempts died before their first step"
     if trial.blamed_checkpoints:
-        return GiveUp(f"{died}, from the checkpoint before too, so no checkpoint is the cause: {trial.reason}")
+        return GiveUp(f"{died}, also from the checkpoint before, so no checkpoint is the cause: {trial.reason}")
     return Quarantine(trial.started_from, f"{died}: {trial.reason}")
 
 
@@ -112,8 +112,8 @@ def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
 def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run begins with fresh budgets for a waiting trial.
 
-    It does if the import of its trainable failed, which may be mended; and after too many machine failures, but not
-    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for ever,
+    It does if the import of its trainable failed, which may be corrected; and after too many machine failures, but not
+    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted forever,
     and its search could never finish.
     """
     if trial.cause is Cause.IMPORT:
@@ -123,7 +123,7 @@ def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
 
 def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:
     if cause in _NEVER_AGAIN:
-        return f"{cause} is not tried again"
+        return f"{cause} is not retried"
     if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
         return f"{trial.machine_failures} machine failures without a commit (max_machine_failures)"
     if cause is Cause.USER and trial.user_failures > policy.max_failures:

@@ -25,21 +25,21 @@ class Retention(Value):
     Args:
         last: keep this many of the newest.
         best: keep this many of the best by `metric`.
-        metric: the reported metric that `best` goes by.
+        metric: the reported metric that ranks checkpoints for `best`.
         mode: whether a small metric is good (`min`, the default), or a large one (`max`).
         every: keep each checkpoint whose step is a multiple of this.
     """
 
     last: _Count | None = Field(default=None, description="Keep this many of the newest.")
     best: _Count | None = Field(default=None, description="Keep this many of the best by `metric`.")
-    metric: str | None = Field(default=None, description="The reported metric that `best` goes by.")
+    metric: str | None = Field(default=None, description="The reported metric that ranks checkpoints for `best`.")
     mode: Literal["min", "max"] = Field(default="min", description="Whether a small metric is good, or a large one.")
     every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
 
     @model_validator(mode="after")
     def _best_needs_a_metric(self) -> Retention:
         if (self.best is None) != (self.metric is None):
-            raise ValueError("`best` and `metric` go together: set both, or neither")
+            raise ValueError("`best` and `metric` require each other: set both, or neither")
         return self
 
     @property

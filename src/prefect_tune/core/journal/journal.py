@@ -267,7 +267,7 @@ def _opened(
     key = found.key
     opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
     if found.is_removed and RemovalBegun() not in said:
-        raise ResumeFailed(f"{key} is being deleted, by {found.owner}: finish that, or take another name")
+        raise ResumeFailed(f"{key} is being deleted by {found.owner}: finish the deletion, or use another name")
     return append(store, found, [opened, *said], stamp)
 
 

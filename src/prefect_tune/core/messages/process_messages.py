@@ -96,7 +96,7 @@ class Start(Value):
     directory: PathName
     """For the trial's own files (logs, plots): synced as artifacts."""
     staging: PathName
-    """The folder in which checkpoint directories are handed over to the supervisor."""
+    """The folder in which checkpoint directories are passed to the supervisor."""
     temporary: PathName
     """The folder for the trial's temporary files."""
     restored: PathName | None

@@ -109,7 +109,7 @@ class TrialExploited(TrialLifecycleEvent):
 
 
 class TrialAttemptEnded(UrgentTrialEvent):
-    """An attempt ended before its trial did: the trial is tried again, unless `errored` follows."""
+    """An attempt ended before its trial did: the trial is retried, unless `errored` follows."""
 
     name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
     status: Status = Status.INTERRUPTED
@@ -140,7 +140,7 @@ class TrialFinished(TrialLifecycleEvent):
 
 
 class TrialErrored(UrgentTrialEvent):
-    """The trial has failed, and is not tried again."""
+    """The trial has failed, and is not retried."""
 
     name: ClassVar[str] = "prefect-tune.trial.errored"
     status: Status = Status.ERRORED

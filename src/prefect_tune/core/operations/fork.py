@@ -128,10 +128,10 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
         if not found.number:
             return [ForkBegun(origin=origin)]
         if found.is_removed:
-            raise InvalidInput(f"experiment {name!r} is being deleted: take another name, or finish that first")
+            raise InvalidInput(f"experiment {name!r} is being deleted: use another name, or finish the deletion first")
         if found.origin != origin:
             what = f"a fork of {found.origin}" if found.origin else "no fork"
-            raise InvalidInput(f"experiment {name!r}: expected a fork of {origin}, found {what}: take another name")
+            raise InvalidInput(f"experiment {name!r}: expected a fork of {origin}, found {what}: use another name")
         return []
 
     return take_over(store, name, owner, stamp, side_by_side=side_by_side, also=also)
@@ -217,7 +217,7 @@ def _opened(store: ObjectStore, into: Experiment, trial: str, past: Sequence[Eve
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
     entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None
     if entry is not None and entry.events[1:] != first:
-        raise InvalidInput(f"{key.folder}: holds remains of another experiment: take another name for the fork")
+        raise InvalidInput(f"{key.folder}: holds remains of another experiment: use another name for the fork")
     return opened
 
 

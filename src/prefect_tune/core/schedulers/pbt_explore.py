@@ -56,7 +56,7 @@ class Explorer:
         again = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
         if not again and isinstance(domain, Choice) and value in domain.options:
-            return _neighbour(value, domain, factor)
+            return _neighbor(value, domain, factor)
         if not again and not isinstance(domain, Choice) and is_number(value):
             return _perturbed(value, domain, factor)
         return _drawn(domain, seeded_random.uniform(self.seed, *purpose, "value"))
@@ -156,7 +156,7 @@ def _drawn(domain: Range | Choice, quantile: float) -> object:
     return domain.options[int(drawn)] if isinstance(domain, Choice) else drawn
 
 
-def _neighbour(value: object, domain: Choice, factor: float) -> object:
+def _neighbor(value: object, domain: Choice, factor: float) -> object:
     """Return the next option for a factor above 1, else the previous one: the options are taken as ordered."""
     index = domain.options.index(value) + (1 if factor > 1 else -1)
     return domain.options[min(max(index, 0), len(domain.options) - 1)]

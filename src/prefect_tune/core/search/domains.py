@@ -58,7 +58,7 @@ class Choice:
         object.__setattr__(self, "options", _options(self.options, "choice"))
         if any(map(has_grid, self.options)):
             raise InvalidInput(
-                f"{self!r}: expected options without grid_search, since a grid is tried whole and a choice is drawn; "
+                f"{self!r}: expected options without grid_search, since a grid tries all values and a choice one; "
                 "make the outer one a grid_search too, or the inner one a choice"
             )
         if self.weights is not None:

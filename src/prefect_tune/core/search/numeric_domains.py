@@ -2,7 +2,7 @@
 
 Bounds are as in Ray: without a step the high end is exclusive. With a step `q` both ends belong to the domain and must
 be multiples of `q`; a value is a draw from half a step below `low` to half a step above `high`, rounded to the nearest
-multiple, so that the ends are as likely as their neighbours.
+multiple, so that the ends are as likely as their neighbors.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Integer:
 
     @property
     def step(self) -> int:
-        """The distance of two neighbours: `q`, or 1."""
+        """The distance of two neighbors: `q`, or 1."""
         return self.q or 1
 
     @property
@@ -199,7 +199,7 @@ def _check_order(domain: Float | Integer) -> None:
     if domain.q is None and domain.low == domain.high:
         raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; one single value is a constant")
     if domain.scale == "log" and domain.low <= 0:
-        raise InvalidInput(f"{domain!r}: expected low > 0, which has a logarithm, found {domain.low!r}")
+        raise InvalidInput(f"{domain!r}: expected low > 0, since its logarithm is drawn, found {domain.low!r}")
 
 
 def _check_step(q: float, farthest: float, domain: Range) -> None:

@@ -80,5 +80,5 @@ def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
     if isinstance(value, int | float) and is_finite(value):
         return float(value)
     raise BadMetric(
-        f"{where}: expected a number for metric {name!r}, found {shown(value)}; reported were {sorted(metrics)}"
+        f"{where}: expected a number for metric {name!r}, found {shown(value)}; the report has {sorted(metrics)}"
     )

@@ -21,7 +21,7 @@ __all__ = ["DEFAULT_SAMPLES", "ENDLESS", "RandomSearch", "default_samples"]
 DEFAULT_SAMPLES = 10
 """The default of `num_samples` for a space with random parameters."""
 ENDLESS = -1
-"""As `num_samples`: without end, until a stopper or a limit ends the experiment."""
+"""As `num_samples`: no limit, until a stopper or a limit ends the experiment."""
 
 
 def default_samples(space: Space) -> int:
@@ -45,7 +45,7 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """How often each point of the grid is tried; -1 for without end; None for `default_samples` of the space."""
+    """How often each point of the grid is tried; -1 for no limit; None for `default_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. A parameter left out is drawn, or next in the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
@@ -55,7 +55,7 @@ class RandomSearch(Search):
         count: object = self.num_samples
         is_count = isinstance(count, int) and not isinstance(count, bool) and (count >= 1 or count == ENDLESS)
         if count is not None and not is_count:
-            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
+            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {count!r}")
         object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:

@@ -147,8 +147,9 @@ def _keyword(node: Mapping[Any, object]) -> str | None:
 
 def _misused(keyword: str, argument: object, where: str) -> InvalidInput:
     near = get_close_matches(keyword, _FORMS, 1, _SIMILAR)[0]
+    head = "expected" if keyword in _FORMS else f"unknown distribution {keyword!r}; did you mean {near!r}? Expected"
     return InvalidInput(
-        f"{where}: expected {_FORMS[near]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
+        f"{where}: {head} {_FORMS[near]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
         f'is a name in your configuration, write {{"space": {{"{keyword}": ...}}}}'
     )
 

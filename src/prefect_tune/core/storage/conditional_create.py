@@ -21,7 +21,7 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
         store.create(path, data)
     except (AlreadyExists, CommitUnknown) as outcome:
         if _is_there(store, path, outcome) != data:
-            raise AlreadyExists(f"{path}: holds another writer's bytes; read it, and decide") from outcome
+            raise AlreadyExists(f"{path}: another writer has created it with other bytes") from outcome
 
 
 def _is_there(store: ObjectStore, path: str, outcome: Exception) -> Buffer:

@@ -8,7 +8,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 ONE_WRITER = (
     "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "
     "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
-    "create-if-absent (`prefect-tune blocks check TARGET` tells), and repeat this there"
+    "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat this there"
 )
 
 

@@ -36,7 +36,7 @@ class Parameters:
 def parameters_in(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
 ) -> Parameters | None:
-    """Return the parameters of `config`, which may be of another space; None if one of them lies outside of this.
+    """Return the parameters of `config`, which may be of another space; None if one of them is outside of this space.
 
     `domains` are those of the space, in the order in which they are asked. What the space has and the configuration
     has not is left out, and what only the configuration has.

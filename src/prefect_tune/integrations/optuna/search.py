@@ -43,7 +43,7 @@ Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping
 
 _log = logging.getLogger("prefect_tune")
 _NAME = "prefect-tune"
-_OVER = Exhausted("the sampler has proposed everything there is")
+_OVER = Exhausted("the sampler has proposed every configuration")
 _FOREIGN = "a trial of another experiment"
 _NOTHING: Mapping[str, object] = {}
 
@@ -60,7 +60,7 @@ class OptunaSearch(Search):
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
     """Also by its name in `optuna.samplers`, with its options: `{"TPESampler": {"n_startup_trials": 20}}`."""
     num_samples: int | None = field(default=None, metadata={"example": 40})
-    """How many trials there are; -1 for without end. None only where the sampler ends by itself (grid, brute force)."""
+    """How many trials there are; -1 for no limit. None only where the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. What one leaves out is sampled."""
     constraints: Constraints | None = field(default=None, kw_only=True)
@@ -69,7 +69,7 @@ class OptunaSearch(Search):
     def __post_init__(self) -> None:
         count: object = self.num_samples
         if count is not None and (type(count) is not int or (count < 1 and count != ENDLESS)):
-            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
+            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {count!r}")
         object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
         sampler_from(self.sampler)
 
@@ -167,7 +167,7 @@ class _OptunaProposals(Proposals):
         try:
             state, values = self._came_to(number, last, was_stopped=was_stopped)
         except BadMetric as missing:
-            _log.warning("the search takes this trial for failed: %s", missing)
+            _log.warning("the search counts this trial as failed: %s", missing)
             state, values = TrialState.FAIL, None
         self._tell(number, state, values)
 
@@ -212,7 +212,7 @@ class _OptunaProposals(Proposals):
         """Optuna's grid has nothing to fill in with: only a whole point can stand beside it."""
         for point, fixed in self._waiting:
             if self._sampler.draws_nothing and self._domains.keys() - fixed.keys():
-                raise InvalidInput(f"points_to_evaluate: expected whole configurations for a grid, found {point!r}")
+                raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
 
     def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Return what was fixed in the point that `config` is; from now on that waits no longer."""
@@ -267,7 +267,7 @@ class _OptunaProposals(Proposals):
             try:
                 given = {str(index): value for index, value in enumerate(constraints(config, last.metrics))}
             except KeyError as missing:
-                said = f"there is no {missing}; reported were {sorted(last.metrics)}"
+                said = f"there is no {missing}; the report has {sorted(last.metrics)}"
                 raise BadMetric(f"{whose}, step {last.step}: constraints: {said}") from missing
             names = list(given)
         assert not callable(names)  # noqa: S101 - which mypy cannot see

@@ -252,7 +252,7 @@ def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes
 
     Raises:
         CheckpointCorrupt: bytes are missing or altered; the local file is not changed.
-        InvalidInput: a local link or file is in the way.
+        InvalidInput: a local link or file has the name of a folder, or a folder that of a file.
     """
     for attempt in range(_REREADS):
         index = newest_index(store, folder)
@@ -309,11 +309,11 @@ def _place(directory: Path, path: str) -> Path:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as in_the_way:
-        raise InvalidInput(f"{place}: a local file is in the way of its folder: remove it") from in_the_way
+        raise InvalidInput(f"{place}: expected a local folder, found a file: remove it") from in_the_way
     if not place.parent.resolve().is_relative_to(directory.resolve()):
         raise InvalidInput(f"{place}: a local link leads out of {directory}: remove it")
     if place.is_dir():
-        raise InvalidInput(f"{place}: a local folder is in the way of a file: remove it")
+        raise InvalidInput(f"{place}: expected a local file, found a folder: remove it")
     return place
 
 

@@ -65,7 +65,7 @@ def _require_private(found: os.stat_result, where: str | Path, reach: str, *, ma
         raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
         mode = stat.filemode(found.st_mode)
-        raise _Shared(f"{where} can be written by others ({mode}; chmod go-w takes that from them)")
+        raise _Shared(f"{where} can be written by others ({mode}; chmod go-w removes that permission)")
 
 
 def _makes_up_owners(kind: str) -> bool:

@@ -94,7 +94,7 @@ class StagedFiles:
         if done != piece.length:
             raise StagedFilesChanged(
                 f"{self.directory / file.path}: expected {file.size_bytes} bytes, found "
-                f"{piece.offset + done}: the file was cut while it was being saved"
+                f"{piece.offset + done}: the file was truncated while it was being saved"
             )
 
 
