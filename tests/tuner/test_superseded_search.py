@@ -81,7 +81,7 @@ def test_an_attempt_of_the_new_owner_goes_on_whatever_the_old_one_takes_its_own_
     new.merger.catch_up(TRIAL)
     new.merger.settle(TRIAL)
     attempt = new.starts_attempt(2)
-    with pytest.raises(Superseded, match="orders"):
+    with pytest.raises(Superseded, match="a newer request replaced this one"):
         old.merger.settle(TRIAL)
     report = Reported(trial=TRIAL, report=StepReport(step=1, metrics={}))
     assert write_directly(target, attempt, [report]).trial(TRIAL).step == 1

@@ -229,7 +229,7 @@ def test_a_trial_that_begins_while_it_is_deleted_finds_that_there_is_nothing_to_
     old = search_of_three(store)
 
     def begin() -> None:
-        with pytest.raises(ResumeFailed, match="trial 'c' of experiment 'old' is being deleted, by who deletes"):
+        with pytest.raises(ResumeFailed, match="trial 'c' of experiment 'old' is being deleted by who deletes"):
             old.begin("c")
 
     removed(Meanwhile(store, at_its_first_deletion, begin), "old")
@@ -242,7 +242,7 @@ def test_a_retry_that_read_it_before_does_not_open_it_while_it_is_deleted() -> N
     known = read(store, "old", side_by_side=map)
 
     def retry() -> None:
-        with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted, by who deletes"):
+        with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by who deletes"):
             take_over(store, "old", OWNER, Stamp(write_id="retry", at=""), side_by_side=map, known=known)
 
     removed(Meanwhile(store, at_its_first_deletion, retry), "old")
