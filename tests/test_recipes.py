@@ -14,10 +14,14 @@ import prefect
 import pytest
 import yaml
 from jsonschema import validate
+from prefect.utilities.schema_tools.validation import validate as prefect_validate
 
 import prefect_tune as pt
 from prefect_tune.deploy.deployment_specs import TAG
+from prefect_tune.flows import deployed_tune
 from prefect_tune.flows.train_trial import train_trial
+from prefect_tune.parameters.form_schema import form_of
+from prefect_tune.parameters.grouped_flow import flattened
 from tests.fakes.moto_server import moto_server
 from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks
 
@@ -98,22 +102,23 @@ def test_the_deployments_for_kubernetes_give_jobs_what_the_template_and_the_flow
 ) -> None:
     (block,) = blocks(KUBERNETES, "yaml")
     search, trial = yaml.safe_load(block.code)["deployments"]
+    parameters = flattened(search["parameters"])
     schema = {**template["variables"], "additionalProperties": False}
     for variables in (
         search["work_pool"]["job_variables"],
         trial["work_pool"]["job_variables"],
-        search["parameters"]["trial_job_variables"],
+        parameters["trial_job_variables"],
     ):
         validate(variables, schema)
     ours = {
         each["name"]: each["entrypoint"] for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     }
     assert {each["name"]: each["entrypoint"] for each in (search, trial)}.items() <= ours.items()
-    assert set(search["parameters"]) <= set(signature(pt.tune.fn).parameters)
-    pt.space_from_json(search["parameters"]["space"])
-    assert search["parameters"]["trials"] == "deployment"
+    assert prefect_validate(search["parameters"], form_of(deployed_tune.tune)) == []
+    pt.space_from_json(parameters["space"])
+    assert parameters["trials"] == "deployment"
     assert train_trial.name == trial["name"]
-    assert search["parameters"]["stop"]
+    assert parameters["stop"]
 
 
 def test_the_deployments_for_kubernetes_are_those_that_the_automations_it_installs_act_on() -> None:

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.parameters.grouped_flow import flattened
 from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Form, Ui
 from tests.browser.searches import LINGERS_AT, SAVED_EVERY, STEPS, Search, until
@@ -39,6 +40,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     space = {"rate": {"loguniform": [0.01, 1]}, "width": {"choice": [4, 16, 64]}}
     search = Search(tmp_path, "rates", space, num_samples=4, also={"max_concurrent_trials": 2, "seed": 1})
     form = ui.deployment("tune").custom_run()
+    form.tab("advanced", "Options")
     for title, value in search.parameters.items():
         form.fill(title, value)
     form.tab("checkpoint", "Cadence")
@@ -48,7 +50,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     page.shows("Running")
     run = page.flow_run
     until(lambda: _lingering(search) == 2, what=lambda: installation.log.read_text()[-3000:])
-    assert installation.run(run).parameters.items() >= search.parameters.items()
+    assert flattened(installation.run(run).parameters).items() >= search.parameters.items()
 
     page.report("report-rates").get_by_text("4 trials").first.wait_for()
     ui.picture("2-report-while-it-runs")

@@ -23,6 +23,7 @@ from prefect.workers.process import ProcessWorker
 
 from prefect_tune.deploy.apply_automations import automation_names, uninstall_automations
 from prefect_tune.deploy.deployment_specs import OFFERS, TAG
+from prefect_tune.parameters.grouped_flow import flattened
 from tests.fakes.command_line import Run
 from tests.fakes.pages import ROOT
 from tests.fakes.refusing_server import refusing
@@ -114,6 +115,9 @@ def test_prefects_own_command_deploys_the_shipped_file(
     for name in deployed:
         made = read(client, f"{name}/{name}")
         assert (made.work_pool_name, made.tags, made.pull_steps) == (POOL, [TAG], [])
+    form = read(client, "tune/tune").parameter_openapi_schema
+    assert form is not None
+    assert list(form["properties"])[-1] == "advanced"
 
 
 def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectClient) -> None:
@@ -163,12 +167,13 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     assert (done.code, done.err) == (0, "")
     assert "runs at 0 2 * * * Europe/Berlin\n" in done.out
     made = read(client, "tune/nightly")
-    assert made.parameters == {
+    assert flattened(made.parameters) == {
         **nightly,
         "target": Path(nightly["target"]).as_uri(),
         "experiment": "nightly",
         "seed": 3,
     }
+    assert made.parameters["advanced"] == {"samples_per_run": 2, "isolation": "thread", "seed": 3}
     assert made.global_concurrency_limit is not None
     assert made.global_concurrency_limit.limit == 1
     assert made.concurrency_options is not None
@@ -192,6 +197,8 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
         (1, (*TO, "--name", "x", "--cron", "at two"), "schedule 'at two'"),
         (1, (*TO, "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"), "Mars"),
         (1, (*TO, "--name", "x", "--param", "sampels=3"), "no parameter 'sampels'"),
+        (1, (*TO, "--name", "x", "--param", 'advanced={"sede": 3}'), r"no parameter 'sede': did you mean 'seed'?"),
+        (1, (*TO, "--name", "x", "--param", "advanced=seed"), "advanced: expected an object with parameters"),
         (2, (*TO, "--name", "x", "--params", "[1]"), "--params: expected a JSON object"),
         (1, (*TO, "--name", "x", "--cron", "0 2 * * *"), "'trainable', 'target' missing"),
         (2, (*TO, "--name", "x", "--every-seconds", "0"), "expected more than 0"),

@@ -11,7 +11,7 @@ import pytest
 from prefect import Flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_engine import run_flow
@@ -22,6 +22,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.deploy.apply_deployments import Pool, deploy
 from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
+from prefect_tune.parameters.form_schema import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 
@@ -60,19 +61,16 @@ def ended(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]
     return state
 
 
+def search_at(target: LocalTarget, **more: object) -> Mapping[str, Any]:
+    """The flat parameters of a search of two samples."""
+    needed = {"trainable": TRAINABLE, "space": {"row": {"randint": [0, 160]}}, "target": target.uri}
+    return {**needed, "metric": "error", "stop": {"step": 2}, "samples_per_run": 2, "isolation": "thread", **more}
+
+
 def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelled(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
-    parameters = {
-        "trainable": TRAINABLE,
-        "space": {"row": {"randint": [0, 160]}},
-        "target": local_target.uri,
-        "metric": "error",
-        "stop": {"step": 2},
-        "samples_per_run": 2,
-        "max_concurrent_trials": 1,
-        "isolation": "thread",
-    }
+    parameters = search_at(local_target, max_concurrent_trials=1)
     name = deployed("tune", "extends", parameters, [DeploymentSchedule("0 2 * * *")])
     runs = [begun(client, name) for _ in range(3)]
     for number, each in enumerate(runs, 1):
@@ -87,6 +85,63 @@ def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelle
     assert refused.is_cancelled()
     assert refused.message == "Deployment concurrency limit reached."
     assert experiment_at(local_target, "extends").number == state.number
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def as_deployed_by_an_earlier_release(client: SyncPrefectClient, name: str, parameters: Mapping[str, Any]) -> None:
+    """Give a deployment the entrypoint, the form and the parameters without groups."""
+    flat = DeploymentUpdate(
+        entrypoint="prefect_tune.flows.tune.tune",
+        parameters=dict(parameters),
+        parameter_openapi_schema=form_of(pt.tune),
+    )
+    client.update_deployment(client.read_deployment_by_name(name).id, flat)
+
+
+def test_a_run_takes_the_parameters_of_the_group(client: SyncPrefectClient, local_target: LocalTarget) -> None:
+    name = deployed("tune", "grouped", search_at(local_target))
+    there = client.read_deployment_by_name(name).parameters
+    assert there["advanced"] == {"samples_per_run": 2, "isolation": "thread"}
+    for number in (3, 6):  # the group of a run replaces the deployment's
+        run = begun(client, name, advanced={"samples_per_run": 3, "isolation": "thread", "fail_fast": True})
+        assert ended(client, name, run).is_completed()
+        assert len(experiment_at(local_target, "grouped").trials) == number
+
+
+def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    name = deployed("tune", "beside", search_at(local_target))
+    assert ended(client, name, begun(client, name, samples_per_run=1)).is_completed()
+    assert len(experiment_at(local_target, "beside").trials) == 1
+    assert ended(client, name, begun(client, name, samples_per_run=None, num_samples=4)).is_completed()
+    assert len(experiment_at(local_target, "beside").trials) == 4
+
+
+@pytest.mark.parametrize("group", [{"samples_per_run": "two"}, {"sampels_per_run": 2}], ids=["wrong", "misspelt"])
+def test_the_server_refuses_what_is_wrong_in_the_group(
+    client: SyncPrefectClient, local_target: LocalTarget, group: Mapping[str, Any]
+) -> None:
+    name = deployed("tune", "refused", search_at(local_target))
+    with pytest.raises(PrefectHTTPStatusError, match="409"):
+        begun(client, name, advanced=group)
+
+
+def test_a_deployment_of_an_earlier_release_and_its_runs_take_flat_parameters(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    flat = search_at(local_target, experiment="earlier")
+    name = deployed("tune", "earlier", {})
+    as_deployed_by_an_earlier_release(client, name, flat)
+    assert ended(client, name, begun(client, name)).is_completed()
+    waiting = begun(client, name, samples_per_run=3)
+
+    assert deployed("tune", "earlier", flat) == name  # this release deploys it again, before that run begins
+    assert client.read_deployment_by_name(name).entrypoint == "prefect_tune.flows.deployed_tune.tune"
+    assert ended(client, name, waiting).is_completed()
+    assert len(experiment_at(local_target, "earlier").trials) == 5
 
 
 # -------------------------------------------------------------------------------------------------------- secrets

@@ -23,6 +23,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.deploy.deployment_parameters import SavedBlocks, checked
 from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.form_schema import form_of
+from prefect_tune.parameters.grouped_flow import GroupedFlow, flattened
 from prefect_tune.prefect_api.api_client import prefect_server
 
 __all__ = ["Deployed", "Pool", "deploy"]
@@ -105,10 +106,18 @@ def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
 
 def _ready(client: SyncPrefectClient, wanted: DeploymentSpec) -> _Ready:
     flow = _flow(wanted.offer)
-    schema = form_of(flow)
     times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
-    parameters = checked(wanted.parameters, schema, SavedBlocks(client), complete=bool(times))
-    return _Ready(wanted, flow, schema, parameters, times)
+    parameters = _stored(client, flow, wanted.parameters, complete=bool(times))
+    return _Ready(wanted, flow, form_of(flow), parameters, times)
+
+
+def _stored(
+    client: SyncPrefectClient, flow: Flow[Any, Any], given: Mapping[str, Any], *, complete: bool
+) -> Mapping[str, Any]:
+    """Return valid parameters as the flow's form shows them, whether they are given in its group or beside it."""
+    if isinstance(flow, GroupedFlow):
+        return flow.grouped(_stored(client, flow.flat, flattened(given), complete=complete))
+    return checked(given, form_of(flow), SavedBlocks(client), complete=complete)
 
 
 def _flow(offer: DeployableFlow) -> Flow[Any, Any]:

@@ -52,7 +52,7 @@ class DeployableFlow:
 OFFERS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "durable-trainable",
-        "prefect_tune.flows.durable_trainable.durable_trainable",
+        "prefect_tune.flows.deployed_durable_trainable.durable_trainable",
         "Train one trial durably. The same experiment name resumes it from its newest checkpoint.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"
@@ -64,7 +64,7 @@ OFFERS: Sequence[DeployableFlow] = (
     ),
     DeployableFlow(
         "tune",
-        "prefect_tune.flows.tune.tune",
+        "prefect_tune.flows.deployed_tune.tune",
         "Search for the best configuration. The same experiment name resumes the search.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"
@@ -79,7 +79,7 @@ OFFERS: Sequence[DeployableFlow] = (
     ),
     DeployableFlow(
         "resume",
-        "prefect_tune.flows.resume.resume",
+        "prefect_tune.flows.deployed_resume.resume",
         "Resume a search by its name alone, with more samples or steps, or another space; or fork it.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"

@@ -19,6 +19,7 @@ from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.object_target import ObjectTarget
 from prefect_tune.core.search.objective import Mode
+from prefect_tune.parameters.grouped_flow import OPTIONS, GroupedFlow
 from prefect_tune.parameters.resume_mode import RerunErrored
 
 __all__ = [
@@ -42,14 +43,23 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
     An optional parameter is a field that may stay empty, not a choice between a type and None; descriptions, which
-    a form shows literally, have no Markdown in them.
+    a form shows literally, have no Markdown in them. The parameters in the group of a `GroupedFlow` are valid beside it
+    too.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
         name: {**each, **_described(each), "properties": _fields(each.get("properties", {}))}
         for name, each in schema.get("definitions", {}).items()
     }
-    return {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+    form = {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+    return {**form, **_beside(definitions[OPTIONS])} if isinstance(flow, GroupedFlow) else form
+
+
+def _beside(group: _Schema) -> _Schema:
+    """Return what validates the parameters of the group beside it: no form shows patterns as fields."""
+    return {
+        "patternProperties": {f"^{name}$": {"anyOf": [field, _NOTHING]} for name, field in group["properties"].items()}
+    }
 
 
 def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
