@@ -45,9 +45,15 @@ class Ui:
 
     def picture(self, name: str) -> None:
         """Take a picture of the whole page in both themes; of a dialog, with what is around it."""
-        self.pictures.mkdir(parents=True, exist_ok=True)
         self.page.evaluate("scrollTo(0, 0)")
-        whole = not self.page.get_by_role("dialog").count()
+        self._take(name, whole=not self.page.get_by_role("dialog").count())
+
+    def picture_of_the_window(self, name: str) -> None:
+        """Take a picture in both themes of the part of the page that is in the window."""
+        self._take(name, whole=False)
+
+    def _take(self, name: str, *, whole: bool) -> None:
+        self.pictures.mkdir(parents=True, exist_ok=True)
         for theme in ("dark", "light"):
             self.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
             self._redraw_graph(can_type=whole)

@@ -103,13 +103,14 @@ def _group(parameters: Sequence[Parameter], descriptions: Mapping[str, str]) -> 
 
 def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
     """Return the function that a run calls; Prefect's engine refuses parameters that its signature lacks."""
+    function: Callable[..., _R] = flow.fn
 
     def entry(**given: Any) -> _R:
-        return flow.fn(**_joined(given))
+        return function(**_joined(given))
 
-    entry.__name__ = entry.__qualname__ = flow.fn.__name__
+    entry.__name__ = entry.__qualname__ = function.__name__
     entry.__module__ = module
-    entry.__doc__ = flow.fn.__doc__
+    entry.__doc__ = function.__doc__
     vars(entry)["__signature__"] = accepted
     return entry
 
