@@ -102,3 +102,5 @@ def test_python_code_passes_flat_parameters() -> None:
     assert "advanced" not in signature(pt.tune).parameters
     with pytest.raises(pt.InvalidInput, match=r"advanced: pt.tune has no such parameter"):
         pt.tune("m:N", {}, target="s3://bucket/runs", advanced={"seed": 3})  # type: ignore[call-arg]  # it is wrong
+    with pytest.raises(pt.InvalidInput, match=r"^sede: pt.tune has no such parameter; did you mean 'seed'\?$"):
+        TUNE(**NEEDED, advanced={"sede": 3})

@@ -111,11 +111,12 @@ def test_a_run_takes_the_parameters_of_the_group(client: SyncPrefectClient, loca
 
 
 def test_a_parameter_beside_the_group_replaces_the_one_in_it_by_its_default_too(
-    client: SyncPrefectClient, local_target: LocalTarget
+    client: SyncPrefectClient, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = deployed("tune", "beside", search_at(local_target))
     assert ended(client, name, begun(client, name, samples_per_run=1)).is_completed()
     assert len(experiment_at(local_target, "beside").trials) == 1
+    assert "samples_per_run: the value beside the group replaces the one in 'advanced'" in caplog.text
     assert ended(client, name, begun(client, name, samples_per_run=None, num_samples=4)).is_completed()
     assert len(experiment_at(local_target, "beside").trials) == 4
 
