@@ -35,7 +35,7 @@ def test_the_description_of_a_deployment_has_an_example_to_copy(ui: Ui) -> None:
 
 def test_a_form_shows_ten_fields_and_a_group_and_submit_says_what_is_missing(ui: Ui) -> None:
     form = ui.deployment("tune").custom_run()
-    form.field("advanced").wait_for()
+    expect(form.place.locator(".cm-content")).to_have_count(3, timeout=PATIENCE_MS)  # its editors load last
     labels = form.place.locator("label").all_inner_texts()
     assert labels == ["Run Name", *FIRST, "Enforce Parameter Schema", "Start"]
     assert ui.page.evaluate("document.documentElement.scrollHeight") < HIGHEST
