@@ -14,7 +14,7 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-_PATIENCE_SECONDS = 240.0
+_PATIENCE_SECONDS = 600.0
 
 
 @dataclass
