@@ -10,7 +10,19 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_status import status_label
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
+from prefect_tune.core.html_tables import (
+    Html,
+    cell_html,
+    escaped,
+    facts_table,
+    format_html_value,
+    paragraph,
+    soft,
+)
+from prefect_tune.core.models import first_line, flat, plural
+from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -41,8 +53,20 @@ class TrialResult:
     wasted_steps: int
     """Steps that had to be trained again."""
 
+    def _repr_html_(self) -> str:
+        """Return the result for a notebook."""
+        facts = {
+            "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
+            "trained": escaped(f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}"),
+            "trained again": escaped(plural(self.wasted_steps, "step", "steps") if self.wasted_steps else ""),
+            "because": escaped(first_line(self.reason)),
+            "checkpoint": Html(f"<code>{escaped(str(self.checkpoint))}</code>") if self.checkpoint else soft("none"),
+        }
+        title = f"{self.experiment} · {status_label(self.status, self.step)}"
+        return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
 
-@flow_with_server(name="durable-trainable", persist_result=False)
+
+@flow_with_server(name="durable-trainable", persist_result=False, call_context=search_output)
 def durable_trainable(
     trainable: TrainableField,
     config: dict[str, Any] | None = None,

@@ -10,6 +10,7 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
+from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.form_schema import (
     CallbacksField,
     OtherTrainableField,
@@ -34,7 +35,7 @@ _WHICH = frozenset({"experiment", "target", "fork", "at", "strict_fork", "truste
 """Parameters that select the experiment and what is trusted in it; all others set or change this run."""
 
 
-@flow_with_server(name="resume", persist_result=False)
+@flow_with_server(name="resume", persist_result=False, call_context=search_output)
 def resume(
     experiment: str,
     *,

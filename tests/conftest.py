@@ -39,6 +39,7 @@ settings.load_profile("untimed")
 _TOGETHER = frozenset(
     {
         "tests/browser/test_clicks.py",
+        "tests/notebook/test_kernel.py",
         "tests/monitoring/test_callback_runner.py",
         "tests/flows/test_deployed.py",
         "tests/flows/test_events.py",

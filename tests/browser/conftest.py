@@ -13,7 +13,7 @@ from tests.browser.installation import Installation, installed
 from tests.browser.prefect_ui import Ui
 from tests.fakes.prefect_database import migrated_database
 
-_PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
+PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 _PATIENCE_MS = 120_000
 _TOLD_CHARACTERS = 10_000
 _FEW_FRAMES = """
@@ -56,7 +56,7 @@ def ui(installation: Installation, chromium: Browser, request: pytest.FixtureReq
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     context.set_default_timeout(_PATIENCE_MS)
     context.add_init_script(_FEW_FRAMES)
-    ui = Ui(context.new_page(), installation.ui_url, _PICTURES)
+    ui = Ui(context.new_page(), installation.ui_url, PICTURES)
     ui.page.on("response", _print_refusal)
     failed = request.session.testsfailed
     yield ui

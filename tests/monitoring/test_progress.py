@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -65,10 +66,11 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
-    with progress(nothing_yet("e"), SearchEstimate("e", trial_count=3), LOG, in_terminal=True):
+    with progress(nothing_yet("e"), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True):
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
-    with pytest.raises(ZeroDivisionError), progress(nothing_yet("e"), SearchEstimate("e"), LOG, in_terminal=True):
+    shown = progress(nothing_yet("e"), SearchEstimate("e"), LOG, Event(), in_terminal=True)
+    with pytest.raises(ZeroDivisionError), shown:
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
 
@@ -76,7 +78,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
     state = after_event(state, GaveUp(trial="0", cause=Cause.USER, message="no"), 2)
-    with progress(state, SearchEstimate("e", trial_count=1), LOG, in_terminal=True):
+    with progress(state, SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
         pass
     (last,) = caplog.records
     assert last.levelname == "WARNING"

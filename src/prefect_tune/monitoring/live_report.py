@@ -34,7 +34,7 @@ from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.task_retries import with_retries
 from prefect_tune.terminal.formatting import format_duration
-from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
+from prefect_tune.terminal.progress_state import SearchEstimate, share_of_search, share_of_trial
 
 REFRESH_PERIOD = timedelta(seconds=15)
 """The shortest pause between two updates of a report that changes."""
@@ -160,14 +160,13 @@ class Reporter(SearchObserver):
         if expected is None or not experiment.trials:
             return
         newest = self._view(()).newest
-        done = share_of_trials(experiment.trials.values(), newest, self._outlook)
+        share = share_of_search(experiment.trials.values(), newest, self._outlook) or 0.0
         over = sum(each.phase in ENDED for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
         if expected == 1:
             trial = next(iter(experiment.trials.values()))
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
-        share = min(100.0, 100 * done / max(expected, len(experiment.trials)))
-        yield ArtifactContent(_progress_key(experiment), "progress", round(share, 1), said)
+        yield ArtifactContent(_progress_key(experiment), "progress", round(100 * share, 1), said)
 
     def _progress_of_trials(self, experiment: Experiment) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""

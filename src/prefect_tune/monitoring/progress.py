@@ -1,8 +1,9 @@
-"""Progress of a running search: a live table in a terminal; otherwise a log line once a minute."""
+"""Progress of a running search: a live table in a terminal or a notebook; otherwise a log line once a minute."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ from rich.console import RenderableType
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.html_tables import Html
 from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.notebook.cell_output import Ending, live_output, output_here
+from prefect_tune.notebook.progress_html import progress_html
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal import progress_view
@@ -64,6 +68,11 @@ class Progress(SearchObserver):
         """Return the progress as a table."""
         return progress_view.frame(self._tracker.state(time.monotonic()), width, height)
 
+    def draw_html(self, ending: Ending, why: str) -> tuple[Html, str]:
+        """Return the progress as the output of a notebook's cell, and as one line."""
+        state = self._tracker.state(time.monotonic())
+        return progress_html(state, ending, why), progress_view.line(state)
+
     def fall_back(self, error: Exception) -> None:
         """Log progress lines from now on, after an error of the table."""
         self.is_shown = False
@@ -76,7 +85,7 @@ class Progress(SearchObserver):
 
 @contextmanager
 def progress(
-    experiment: Experiment, outlook: SearchEstimate, log: Log, *, in_terminal: bool
+    experiment: Experiment, outlook: SearchEstimate, log: Log, stop: threading.Event, *, in_terminal: bool
 ) -> Iterator[SearchObserver]:
     """Yield the listener that shows the progress of a search; log one final line unless the search raises.
 
@@ -84,13 +93,36 @@ def progress(
         experiment: its state when this run begins.
         outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
         log: of the flow run.
+        stop: whether the search is asked to stop.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC)), log)
-    if in_terminal and can_show(sys.stdout):
+    seen = _begun(experiment, outlook, log)
+    if (output := output_here()) is not None:
+        seen.is_shown = True
+        with live_output(output, seen.draw_html, seen.fall_back, stop):
+            yield seen
+    elif in_terminal and can_show(sys.stdout):
         seen.is_shown = True
         with live_display(seen.draw, seen.fall_back, sys.stdout):
             yield seen
     else:
         yield seen
     seen.conclude()
+
+
+@contextmanager
+def training_progress(
+    experiment: Experiment, outlook: SearchEstimate, log: Log, stop: threading.Event
+) -> Iterator[SearchObserver]:
+    """Yield the listener that shows a single training in a notebook; elsewhere one that shows nothing."""
+    if (output := output_here()) is None:
+        yield SearchObserver()
+        return
+    seen = _begun(experiment, outlook, log)
+    seen.is_shown = True
+    with live_output(output, seen.draw_html, seen.fall_back, stop):
+        yield seen
+
+
+def _begun(experiment: Experiment, outlook: SearchEstimate, log: Log) -> Progress:
+    return Progress(ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC)), log)

@@ -73,7 +73,7 @@ class Subscribers:
             with (
                 reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
-                progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+                progress(journal_writer.experiment, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
                 LiveStatusObserver(self._target, journal_writer.experiment, self._live_period) as live,
             ):
                 yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live, *checks])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import linecache
 from pathlib import Path
 
 from prefect_tune.core.models import digest_of
@@ -19,10 +20,27 @@ def code_of(trainable: object) -> str:
     detected.
     """
     try:
-        source = _source_named(trainable) if isinstance(trainable, str) else inspect.getsource(trainable)  # type: ignore[arg-type]  # TypeError is caught below
+        source = _source_named(trainable) if isinstance(trainable, str) else _source_of(trainable)
     except (TypeError, OSError, SyntaxError, ValueError, ImportError):
         return ""
     return digest_of(source.encode())[:16] if source else ""
+
+
+def _source_of(trainable: object) -> str:
+    try:
+        return inspect.getsource(trainable)  # type: ignore[arg-type]  # its TypeError is for the caller
+    except (TypeError, OSError):
+        if isinstance(trainable, type):
+            return _source_in_cell(trainable)
+        raise
+
+
+def _source_in_cell(trainable: type) -> str:
+    """Return the source of a class that a notebook's cell defines: `__main__` has no file, but the methods have one."""
+    methods = (each for each in vars(trainable).values() if inspect.isfunction(each))
+    files = dict.fromkeys(each.__code__.co_filename for each in methods)
+    texts = ("".join(linecache.getlines(file)) for file in files)
+    return next((found for text in texts if (found := _definition_in(text, trainable.__name__))), "")
 
 
 def _source_named(name: str) -> str:
@@ -30,9 +48,12 @@ def _source_named(name: str) -> str:
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.origin:
         return ""
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    return _definition_in(Path(spec.origin).read_text(encoding="utf-8"), attribute)
+
+
+def _definition_in(text: str, name: str) -> str:
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
     return ""

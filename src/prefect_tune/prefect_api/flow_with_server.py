@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -40,10 +40,14 @@ _R = TypeVar("_R")
 class FlowWithServer(Flow[_P, _R]):
     """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
 
+    call_context: Callable[[str], AbstractContextManager[object]]
+    """Entered with the flow's name for the duration of each call, the start of a server included."""
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Validate the arguments, then run the flow as Prefect does. Raises `InvalidInput` for a wrong argument."""
         require_valid(self, args, options)
         with ExitStack() as settings:
+            settings.enter_context(self.call_context(self.name))
             _have_server(settings)
             return super().__call__(*args, **options)
 
@@ -57,9 +61,22 @@ class FlowWithServer(Flow[_P, _R]):
         return other
 
 
-def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
-    """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`."""
-    return lambda function: FlowWithServer(function, **options)
+def flow_with_server(
+    *, call_context: Callable[[str], AbstractContextManager[object]] = nullcontext, **options: Any
+) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
+    """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`.
+
+    Args:
+        call_context: see `FlowWithServer`.
+        options: of `prefect.flow`.
+    """
+
+    def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
+        flow = FlowWithServer(function, **options)
+        flow.call_context = call_context
+        return flow
+
+    return made
 
 
 def _have_server(settings: ExitStack) -> None:

@@ -38,7 +38,7 @@ _BARS = 500
 _MOST_LANES = 40
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
-_FILLS: Mapping[Status, Fill] = {
+FILLS: Mapping[Status, Fill] = {
     Status.COMPLETED: Fill(GREEN),
     Status.PRUNED: Fill(TEAL, "outline"),
     Status.INTERRUPTED: Fill(ORANGE, "hatch"),
@@ -191,7 +191,7 @@ def _draw_legend(drawing: Drawing, y: float, shown: Collection[Status]) -> None:
     x = _LEFT
     for status in Status:
         if status in shown:
-            drawing.swatch((x, y - 9), _FILLS[status])
+            drawing.swatch((x, y - 9), FILLS[status])
             drawing.text((x + 28, y), str(status), SMALL)
             x += 28 + 7 * len(status) + 18
 
@@ -218,7 +218,7 @@ def _draw_attempt(
     left, right = clock.at(attempt.began), clock.at(attempt.ended or attempt.began)
     height = max(1.0, row - 3)
     said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
-    drawing.bar((left, y), (max(1.5, right - left - 0.8), height), _FILLS[status], title=said)
+    drawing.bar((left, y), (max(1.5, right - left - 0.8), height), FILLS[status], title=said)
     if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
 

@@ -34,6 +34,7 @@ from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.result_files import Rows
+from prefect_tune.notebook.results_html import Points, curve_points, results_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.publish_results import read_reports
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _TIMEOUT = timedelta(minutes=10)
+_DISPLAY_TIMEOUT = timedelta(seconds=20)
 
 
 def load_results(
@@ -240,8 +242,20 @@ class Results:
 
     @cached_property
     def _reports(self) -> pa.Table:
-        with self.target.open(timeout=_TIMEOUT) as store:
+        return self._read_reports(_TIMEOUT)
+
+    def _read_reports(self, timeout: timedelta) -> pa.Table:
+        with self.target.open(timeout=timeout) as store:
             return read_reports(store, self.experiment)
+
+    def _repr_html_(self) -> str:
+        """Return the results for a notebook; the learning curves are read from the target, for at most 20 s."""
+        return results_html(self.experiment, self.objective, self.target.uri, self._points)
+
+    def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
+        """Return the learning curves of some trials, thinned out. Raises the target's errors."""
+        reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
+        return curve_points(reports, trials, metrics)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _DOWNLOAD_TIMEOUT = timedelta(minutes=30)
 _METADATA_TIMEOUT = timedelta(minutes=1)
+_DISPLAY_TIMEOUT = timedelta(seconds=10)
 
 
 class _Advising(type):
@@ -40,7 +41,8 @@ class Checkpoint(metaclass=_Advising):
     """A directory of files that belong together: on this machine, on a target, or in any other bucket.
 
     A checkpoint that prefect-tune committed is verified, byte by byte, when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. Creating, printing and pickling the object reads nothing.
+    Lightning's, your own) is read without verification. Creating, printing and pickling the object reads nothing. A
+    notebook that displays it reads its manifest, for at most 10 s.
 
     Example:
         ```python
@@ -193,6 +195,12 @@ class Checkpoint(metaclass=_Advising):
 
     def __repr__(self) -> str:
         return f"Checkpoint(filesystem={self._place.kind}, path={self._place.path})"
+
+    def _repr_html_(self) -> str:
+        """Return its location, step, size, metrics and time for a notebook, and how to open it."""
+        from prefect_tune.stores.locations.checkpoint_html import checkpoint_html
+
+        return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:
         raise TypeError(

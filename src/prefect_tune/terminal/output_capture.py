@@ -104,6 +104,11 @@ def _redirect(handler: logging.StreamHandler[TextIO], stream: TextIO) -> Callabl
     return undo
 
 
+def console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    """Yield the handlers with a Rich console of their own: Prefect's."""
+    return (each for each in _stream_handlers() if hasattr(each, "console"))
+
+
 def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -33,6 +33,7 @@ from prefect_tune.terminal.formatting import parse_time
 from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
 
 _NOTES = 50
+_ERRORS = 5
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
 
@@ -82,6 +83,14 @@ class ProgressState:
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
+    errored: Sequence[Trial] = ()
+    """The first trials that have errored."""
+    share: float | None = None
+    """The share of the training that is done, from 0 to 1; None if the number of trials is unknown."""
+    ended_because: str = ""
+    """Why the search ends early; empty while it does not."""
+    has_trained: bool = True
+    """Whether this run has started an attempt; if not, every trial had ended before it."""
 
 
 class ProgressTracker:
@@ -209,6 +218,10 @@ class ProgressTracker:
             others=others,
             best=next(iter(_best_first([*others[:1], *running], objective)), None),
             notes=notes,
+            errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
+            share=share_of_search(trials, live, self._outlook),
+            ended_because=experiment.ends,
+            has_trained=bool(attempts),
         )
 
     def _rate(self, now: float, reports: int) -> float:
@@ -238,6 +251,13 @@ def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
     if objective is None:
         return [each for each in reversed(trials) if each.phase in ENDED]
     return [each for each, _ in ranked(trials, objective)]
+
+
+def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float | None:
+    """Return the share of the search's training that is done; None if its number of trials is unknown."""
+    if outlook.trial_count is None:
+        return None
+    return min(1.0, share_of_trials(trials, live, outlook) / max(1, outlook.trial_count, len(trials)))
 
 
 def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float:

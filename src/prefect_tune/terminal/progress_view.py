@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -32,7 +32,7 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     """Render for a terminal of `width` columns and `height` lines, leaving its last line free."""
     room = max(0, height - 1 - _HEAD)
     notes = state.notes[-min(_MOST_NOTES, room // 3) :] if room >= 3 else ()
-    rows = _chosen(state, min(_MOST_ROWS, room - len(notes)))
+    rows = chosen_trials(state, min(_MOST_ROWS, room - len(notes)))
     parts: list[RenderableType] = [_cut(each) for each in _head(state)]
     if rows:
         parts += [Text(), _trials(state, rows, width)]
@@ -53,13 +53,19 @@ def line(state: ProgressState) -> str:
 
 def _head(state: ProgressState) -> Iterator[Text]:
     yield _title(state)
-    yield _labelled("trials", _trial_counts(state))
+    yield from (_labelled(name, text) for name, text in head_facts(state).items())
+
+
+def head_facts(state: ProgressState) -> Mapping[str, str]:
+    """Return the progress beside the table of trials: counts, rungs, the best trial, and below it its configuration."""
+    facts = {"trials": _trial_counts(state)}
     if state.rungs:
-        yield _labelled("rungs", _rungs(state))
+        facts["rungs"] = _rungs(state)
     if state.best is not None and state.outlook.objective is not None:
         best = state.best
-        yield _labelled("best", f"{best.trial}: {_compared(state, best)} at step {best.step}")
-        yield _labelled("", ", ".join(f"{name} {value}" for name, value in config_cells(best)))
+        facts["best"] = f"{best.trial}: {_compared(state, best)} at step {best.step}"
+        facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
+    return facts
 
 
 def _title(state: ProgressState) -> Text:
@@ -92,7 +98,7 @@ def _compared(state: ProgressState, trial: Trial) -> str:
     return ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
 
 
-def _chosen(state: ProgressState, most: int) -> Sequence[Trial]:
+def chosen_trials(state: ProgressState, most: int) -> Sequence[Trial]:
     """Return the trials to show: running ones, with a third of the lines for the best of the others."""
     others = min(len(state.others), max(most // 3, most - len(state.running)))
     return [*state.running[: most - others], *state.others[:others]] if most > 0 else ()
@@ -100,7 +106,7 @@ def _chosen(state: ProgressState, most: int) -> Sequence[Trial]:
 
 def _trials(state: ProgressState, trials: Sequence[Trial], width: int) -> Table:
     objective = state.outlook.objective
-    names, rows = cells_of(trials, objective.metrics if objective else _common(trials), width)
+    names, rows = cells_of(trials, objective.metrics if objective else common_metrics(trials), width)
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in names:
         table.add_column(Text(name), no_wrap=True, overflow="ellipsis")
@@ -109,7 +115,8 @@ def _trials(state: ProgressState, trials: Sequence[Trial], width: int) -> Table:
     return table
 
 
-def _common(trials: Sequence[Trial]) -> Sequence[str]:
+def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
+    """Return the metrics that the first trial with any has reported."""
     return next((tuple(each.metrics) for each in trials if each.metrics), ())
 
 

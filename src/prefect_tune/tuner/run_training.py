@@ -29,6 +29,7 @@ from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events,
 from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
+from prefect_tune.monitoring.progress import training_progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.parameters.limits import SearchLimits, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
@@ -141,10 +142,16 @@ def _driven(
         has_had_enough=lambda _: is_done,
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
-    reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
+    outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count)
+    reporter = Reporter(spec.target, state, outlook, log)
     live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
-    observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live])
-    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop), live:
+    with (
+        reported(reporter, stop),
+        nullcontext() if is_done else emitting_events(emitter, stop),
+        training_progress(state, outlook, log, stop) as shown,
+        live,
+    ):
+        observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live, shown])
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))

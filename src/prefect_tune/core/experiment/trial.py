@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
 
 from prefect_tune.core.events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
-from prefect_tune.core.experiment.trial_status import ENDED, Phase, Status, status_of
-from prefect_tune.core.models import StepReport, TrialId, Value
-from prefect_tune.core.schedulers.base import Decision, Exploit
+from prefect_tune.core.experiment.trial_status import ENDED, Phase, Status, status_label, status_of
+from prefect_tune.core.html_tables import (
+    Html,
+    cell_html,
+    code,
+    escaped,
+    facts_table,
+    format_html_value,
+    paragraph,
+    soft,
+)
+from prefect_tune.core.models import StepReport, TrialId, Value, first_line, flat, plural, shown_size
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
 __all__ = [
@@ -111,6 +121,31 @@ class Trial(Value):
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         return status_of(self)
 
+    def __repr__(self) -> str:
+        """Return what a person asks of a trial, on one line."""
+        facts = {"trial": self.trial, "status": str(self.status), "step": self.step}
+        facts |= {"metrics": dict(self.metrics), "config": dict(self.config)}
+        if self.status is Status.ERRORED:
+            facts["reason"] = first_line(self.reason)
+        return f"Trial({', '.join(f'{name}={_short(repr(value))}' for name, value in facts.items())})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, with the trial's history, its newest checkpoint and its whole error."""
+        is_errored = self.status is Status.ERRORED
+        facts = {
+            "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
+            "config": facts_table({name: format_html_value(value) for name, value in flat(self.config).items()}),
+            "trained": escaped(_effort(self)),
+            "history": Html("<br>".join(_happenings(self))),
+            "checkpoint": _checkpoint_html(self),
+            "error": code(self.reason) if is_errored else Html(""),
+            "because": Html("") if is_errored else escaped(first_line(self.reason)),
+        }
+        title = f"Trial {self.trial} · {status_label(self.status, self.step)}"
+        return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
+
 
 def with_report(trial: Trial, report: StepReport | None) -> Trial:
     """Return the trial updated to `report`, which may not be journaled yet; unchanged if it is not newer."""
@@ -196,3 +231,49 @@ def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     if is_aside(state, key):
         return False
     return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
+
+
+# --------------------------------------------------------------------------------------------- as text, as HTML
+
+_LONGEST = 400
+_HAPPENINGS = 8
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _effort(trial: Trial) -> str:
+    effort = f"{plural(trial.step, 'step', 'steps')} in {trial.trained_seconds:,.1f} s"
+    attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
+    again = f", {plural(trial.wasted_steps, 'step', 'steps')} trained again" if trial.wasted_steps else ""
+    return f"{effort}{attempts}{again}"
+
+
+def _happenings(trial: Trial) -> Iterator[Html]:
+    """Yield the scheduler's decisions and the ends; of many the last ones."""
+    found = [words for each in trial.past if (words := _words_of(each))]
+    if len(found) > _HAPPENINGS:
+        yield soft(f"{plural(len(found) - _HAPPENINGS, 'earlier event', 'earlier events')}")
+    yield from map(escaped, found[-_HAPPENINGS:])
+
+
+def _words_of(happening: Happening) -> str:
+    at = f"step {happening.report.step}: " if happening.report else ""
+    if happening.what == "decided" and happening.decision is not None:
+        decision = happening.decision
+        reason = "" if isinstance(decision, Continue) else f", {first_line(decision.reason)}"
+        return f"{at}{decision.type}{reason}"
+    if happening.what == "resumed":
+        return f"{at}resumed"
+    return f"{at}failed" if happening.failed else ""
+
+
+def _checkpoint_html(trial: Trial) -> Html:
+    newest = newest_checkpoint(trial)
+    if newest is None:
+        return soft("none")
+    others = f"; {len(trial.checkpoints)} are kept" if len(trial.checkpoints) > 1 else ""
+    size = f", {shown_size(newest.size_bytes)}" if newest.size_bytes else ""
+    how = f"results.checkpoint({trial.trial!r})"
+    return Html(f"{escaped(f'step {newest.step}{size}{others}')}: <code>{escaped(how)}</code>")

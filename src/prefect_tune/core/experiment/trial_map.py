@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from pydantic import GetCoreSchemaHandler
@@ -17,6 +18,7 @@ __all__ = ["TrialMap"]
 
 _Changed: TypeAlias = "tuple[HashTrieSet[int], ...]"
 _NONE: HashTrieSet[int] = HashTrieSet()
+_MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -94,7 +96,9 @@ class TrialMap(Mapping[str, Trial]):
     __hash__ = None  # type: ignore[assignment]  # as any mapping
 
     def __repr__(self) -> str:
-        return f"Trials({list(self.values())})"
+        shown = [repr(each) for each in islice(self.values(), _MOST_SHOWN)]
+        more = [f"and {len(self) - _MOST_SHOWN:,} more"] if len(self) > _MOST_SHOWN else []
+        return f"Trials([{', '.join([*shown, *more])}])"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -122,6 +122,11 @@ class LocalPlace:
     path: str
     kind: str = "local"
 
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
+
     def now(self) -> LocalPlace | TargetPlace:
         """Return itself, or a `TargetPlace` if this is the folder of a committed checkpoint on a local target."""
         committed = _COMMITTED.fullmatch(self.path)
@@ -136,21 +141,21 @@ class LocalPlace:
 
     @contextmanager
     def lent(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
-        self._require_there()
+        self.require_there()
         yield self.path
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
         from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.directories import copy_directory, seal_of
 
-        self._require_there()
+        self.require_there()
         here = f"{self.path} as {seal_of(Path(self.path))}"
         return DirectoryCopy(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
 
-        self._require_there()
+        self.require_there()
         file = Path(self.path, METADATA_FILE)
         return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
 
@@ -163,14 +168,15 @@ class LocalPlace:
         from prefect_tune.stores.local.file_lock import FileLock, Share
         from prefect_tune.stores.local.node_cache import node_folder
 
-        self._require_there()
+        self.require_there()
         locks = node_folder() / "metadata"
         locks.mkdir(mode=0o700, exist_ok=True)
         with FileLock.take(locks / f"{_short(os.path.realpath(self.path))}.lock", Share.ALONE, deadline):
             said = plain_metadata(change(self.metadata(deadline)))
             replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
 
-    def _require_there(self) -> None:
+    def require_there(self) -> None:
+        """Raise `CheckpointNotFound` if there is no such directory."""
         if not Path(self.path).is_dir():
             raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
 

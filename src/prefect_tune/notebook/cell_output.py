@@ -1,0 +1,155 @@
+"""The output of a running cell: one HTML display, which a search updates in place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from datetime import timedelta
+from enum import StrEnum
+from typing import TypeAlias
+
+from prefect_tune.core.html_tables import Html, cell_html, paragraph, soft
+from prefect_tune.core.models import first_line
+from prefect_tune.notebook.kernel import can_show_output
+from prefect_tune.notebook.quiet_console import quiet_console
+
+__all__ = ["CellOutput", "Ending", "live_output", "output_here", "search_output"]
+
+_PERIOD = timedelta(seconds=1)
+_SHARE = 0.05
+_PATIENCE = timedelta(seconds=5)
+
+
+class Ending(StrEnum):
+    """How a search that a cell shows has ended."""
+
+    RUNNING = "running"
+    DONE = "done"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+Draw: TypeAlias = "Callable[[Ending, str], tuple[Html, str]]"
+"""Returns the output as HTML and as one line of text; its arguments are the ending, and the error of a failure."""
+
+
+class CellOutput:
+    """A display in the cell that created it, with an id by which it is updated. Call it from any thread."""
+
+    def __init__(self, html: Html, text: str) -> None:
+        from IPython.display import display
+
+        self._handle = display(_media(html, text), raw=True, display_id=True)
+        self.is_used = False
+
+    def show(self, html: Html, text: str) -> None:
+        """Replace what is displayed."""
+        self.is_used = True
+        self._handle.update(_media(html, text), raw=True)
+
+
+def _media(html: Html, text: str) -> dict[str, str]:
+    return {"text/html": html, "text/plain": text}
+
+
+_here: ContextVar[CellOutput | None] = ContextVar("prefect_tune_cell_output", default=None)
+
+
+def output_here() -> CellOutput | None:
+    """Return the output of the running search's cell; None outside of a notebook."""
+    return _here.get()
+
+
+@contextmanager
+def search_output(what: str) -> Iterator[None]:
+    """In a notebook, display that `what` starts, and keep Prefect's log out of the cell; elsewhere do nothing.
+
+    Raises:
+        KeyboardInterrupt: the kernel was interrupted; it has no traceback of what waited for the search's end.
+    """
+    if not can_show_output():
+        yield
+        return
+    output = CellOutput(_plain(f"{what}: starting …"), f"{what}: starting")
+    token = _here.set(output)
+    try:
+        with quiet_console():
+            yield
+    except BaseException as error:
+        _end_unused(output, f"{what}: {type(error).__name__}, before it began")
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"{what} was interrupted; run the cell again to resume it") from None
+        raise
+    finally:
+        _here.reset(token)
+    _end_unused(output, f"{what}: nothing was left to do")
+
+
+def _end_unused(output: CellOutput, text: str) -> None:
+    if not output.is_used:
+        output.show(_plain(text), text)
+
+
+def _plain(text: str) -> Html:
+    return cell_html(paragraph(soft(text)))
+
+
+@contextmanager
+def live_output(
+    output: CellOutput, draw: Draw, on_error: Callable[[Exception], None], stop: threading.Event
+) -> Iterator[None]:
+    """Show what `draw` returns during the `with` block, at most once a second, and how it ended afterwards.
+
+    Args:
+        output: the output to update.
+        draw: called repeatedly, in a thread of its own, which it may use for a 20th of the time.
+        on_error: called in that thread with an error of `draw` or of the kernel; only the display ends then.
+        stop: whether the search is asked to stop.
+    """
+    thread = _Drawing(output, draw, on_error)
+    context = copy_context()  # by which a kernel finds the cell
+    runner = threading.Thread(target=context.run, args=(thread.run,), name="cell-output", daemon=True)
+    runner.start()
+    try:
+        yield
+    except BaseException as error:
+        thread.end(Ending.FAILED, first_line(f"{type(error).__name__}: {error}"))
+        raise
+    else:
+        thread.end(Ending.INTERRUPTED if stop.is_set() else Ending.DONE)
+    finally:
+        runner.join(_PATIENCE.total_seconds())
+
+
+class _Drawing:
+    """Draws until its end, and once more then."""
+
+    def __init__(self, output: CellOutput, draw: Draw, on_error: Callable[[Exception], None]) -> None:
+        self._output = output
+        self._draw = draw
+        self._on_error = on_error
+        self._ending = Ending.RUNNING, ""
+        self._over = threading.Event()
+
+    def end(self, ending: Ending, why: str = "") -> None:
+        """Have the end drawn."""
+        self._ending = ending, why
+        self._over.set()
+
+    def run(self) -> None:
+        """Draw."""
+        try:
+            while not self._over.wait(self._show()):
+                pass
+            self._show()
+        except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the display
+            self._on_error(error)
+
+    def _show(self) -> float:
+        """Draw once; return the pause until the next time, in seconds."""
+        began = time.thread_time()
+        self._output.show(*self._draw(*self._ending))
+        return max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)

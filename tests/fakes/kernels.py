@@ -1,0 +1,106 @@
+"""A real Jupyter kernel, and what its cells show."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass
+class Shown:
+    """What one cell shows: as a frontend would, displays are updated in place."""
+
+    displays: dict[str, str] = field(default_factory=dict)
+    """The HTML of each display, by its id."""
+    updates: list[str] = field(default_factory=list)
+    """Every HTML that a display had, in order."""
+    streams: str = ""
+    """What it wrote to stdout and stderr."""
+    result: Mapping[str, str] = field(default_factory=dict)
+    """The value of its last expression, by media type."""
+    error: str = ""
+    """The name and the text of its exception."""
+    traceback: str = ""
+
+    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+        match kind:
+            case "display_data" | "update_display_data":
+                name = content["transient"].get("display_id", f"without id {len(self.displays)}")
+                assert (kind == "display_data") == (name not in self.displays)
+                self.displays[name] = content["data"].get("text/html", "")
+                self.updates.append(self.displays[name])
+            case "stream":
+                self.streams += content["text"]
+            case "execute_result":
+                self.result = content["data"]
+            case "error":
+                self.error, self.traceback = f"{content['ename']}: {content['evalue']}", "\n".join(content["traceback"])
+
+    @property
+    def html(self) -> str:
+        """The one display."""
+        (only,) = self.displays.values()
+        return only
+
+
+class Kernel:
+    """A running kernel, which runs one cell at a time."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self._manager = manager
+        self._client = client
+
+    def run(self, code: str) -> Shown:
+        """Run a cell that must not fail."""
+        shown = self.ended(self.begin(code))
+        assert not shown.error, shown.traceback
+        return shown
+
+    def begin(self, code: str) -> str:
+        """Run a cell, and do not wait for it. Return its id."""
+        return str(self._client.execute(code))
+
+    def ended(self, cell: str, meanwhile: Callable[[Shown], None] = lambda _: None) -> Shown:
+        """Wait for the end of a cell; `meanwhile` is called after each message."""
+        shown, until = Shown(), time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            assert time.monotonic() < until, shown
+            try:
+                message = self._client.get_iopub_msg(timeout=5)
+            except Empty:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle" and message["parent_header"]["msg_id"] == cell:
+                return shown
+            shown.take(kind, content)
+            meanwhile(shown)
+
+    def interrupt(self) -> None:
+        """Interrupt the kernel, as its stop button does."""
+        self._manager.interrupt_kernel()
+
+
+@contextmanager
+def kernel_in(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
+    """Start a kernel that works in `folder`."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(folder), env={**os.environ, **environment})
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=_PATIENCE_SECONDS)
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -1,0 +1,192 @@
+"""The HTML of a notebook: bounded, escaped, readable on any background, and from nowhere else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.notebook.cell_output import Ending
+from prefect_tune.notebook.kernel import can_show_output
+from prefect_tune.notebook.progress_html import progress_html
+from prefect_tune.notebook.results_html import results_html
+from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
+from tests.fakes.checkpoints import write
+from tests.fakes.told_searches import Telling, asha
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'"
+
+
+class Tags(HTMLParser):
+    """The tags and attributes of a text, each tag closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "br":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
+    known = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
+    return Trial(**{"trial": f"{number:05d}", "status": status, **known, **more})  # type: ignore[arg-type]  # as given
+
+
+def state(**changes: object) -> ProgressState:
+    known = {
+        "outlook": SearchEstimate("first", LOSS, trial_count=20),
+        "elapsed": timedelta(seconds=200),
+        "counts": {Status.RUNNING: 1, Status.COMPLETED: 2, Status.ERRORED: 7},
+        "running": [trial(3, Phase.RUNNING)],
+        "others": [trial(1), trial(2)],
+        "best": trial(1),
+        "notes": [Note(NOON, "00003", EVIL)],
+        "errored": [trial(number, Phase.ERRORED, reason=EVIL) for number in range(4, 9)],
+        "share": 0.25,
+    }
+    return ProgressState(**{**known, **changes})
+
+
+def every_html(tmp_path: Path) -> dict[str, str]:
+    told = Telling()
+    told.adds("a", {EVIL: EVIL, "lr": 1})
+    told.adds("b", {EVIL: EVIL, "lr": 2})
+    for name in "ab":
+        told.starts(name)
+        told.trains(name, 1, {"loss": 1.0, EVIL: EVIL})
+        told.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
+    points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
+    checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
+    results = results_html(told.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points)
+    result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0)
+    return {
+        "running": progress_html(state(), Ending.RUNNING, ""),
+        "failed": progress_html(state(ended_because=EVIL), Ending.FAILED, EVIL),
+        "ended early": progress_html(state(ended_because=EVIL), Ending.DONE, ""),
+        "results": results,
+        "trial": trial(1, Phase.ERRORED, reason=f"{EVIL}\nTraceback {EVIL}")._repr_html_(),
+        "checkpoint": checkpoint._repr_html_(),
+        "result": result._repr_html_(),
+    }
+
+
+def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
+    allowed = {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "span", "code", "pre", "br"}
+    drawn = {"svg", "g", "path", "text", "title", "rect"}
+    for html in every_html(tmp_path).values():
+        tags = Tags(html)
+        assert tags.names <= allowed | drawn
+        assert not {name for name in tags.attributes if name.startswith("on")} | tags.attributes & {"src", "href"}
+        assert not re.search(r"@import|url\(", html)
+        assert "alert(1)" in tags.text or "<script>" in tags.text
+
+
+def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
+    for html in every_html(tmp_path).values():
+        (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+        assert set(re.findall(r"(?<![-\w])color:([^;}]+)", style)) == {"inherit"}
+        assert set(re.findall(r"background:([^;}]+)", style)) == {"none", "rgba(128,128,128,.25)"}
+
+
+def test_ten_thousand_trials_are_a_table_of_twenty_and_a_count() -> None:
+    others = [trial(number) for number in range(1, 10_000)]
+    shown = state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1}, errored=[])
+    html = progress_html(shown, Ending.DONE, "")
+    assert html.count("<tr><td>") + html.count("<tr class=pt-best>") == 20
+    assert "and 9,980 more trials" in html
+    assert len(html) < 40_000
+
+
+def test_results_are_bounded_too() -> None:
+    told = asha(200)
+    drawn: list[str] = []
+
+    def points(trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        drawn.extend(trials)  # type: ignore[arg-type]  # a list of names
+        return {name: {"loss": [(1.0, 2.0), (2.0, 1.0)]} for name in drawn}
+
+    html = results_html(told.state, objective_in(told.state.settings), "s3://bucket/runs", points)
+    assert len(drawn) == 60
+    assert "and 180 more trials: results.to_pandas()" in html
+    assert len(html) < 60_000
+
+
+def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
+    def refuse(_trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        raise pt.StoreUnavailable("the bucket <b>sleeps</b>")
+
+    told = asha(5)
+    html = results_html(told.state, objective_in(told.state.settings), "s3://bucket/runs", refuse)
+    assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
+
+
+def test_the_best_is_set_off_and_how_it_ended_is_the_headline() -> None:
+    assert "<tr class=pt-best><td>00001</td>" in progress_html(state(), Ending.RUNNING, "")
+    assert "running for 3 min 20 s" in progress_html(state(), Ending.RUNNING, "")
+    assert "done after 3 min 20 s" in progress_html(state(), Ending.DONE, "")
+    assert "ended early after 3 min 20 s: a budget" in progress_html(state(ended_because="a budget"), Ending.DONE, "")
+    interrupted = progress_html(state(), Ending.INTERRUPTED, "")
+    assert "run the cell again with <code>experiment=&#x27;first&#x27;</code>" in interrupted
+    assert "12:00:00" not in interrupted  # events are of a search that runs
+
+
+def test_a_trial_shows_its_history_and_its_whole_error() -> None:
+    told = asha(4)
+    pruned = next(each for each in told.state.trials.values() if each.status is Status.PRUNED)
+    html = Tags(pruned._repr_html_()).text
+    assert f"Trial {pruned.trial} · pruned @{pruned.step}" in html
+    assert f"step {pruned.step}: stop, " in html
+    saved = next(each for each in told.state.trials.values() if each.checkpoints)
+    assert f"results.checkpoint('{saved.trial}')" in Tags(saved._repr_html_()).text
+    broken = trial(1, Phase.ERRORED, reason="ValueError: no\nTraceback\n  line 3")
+    assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
+
+
+@pytest.mark.parametrize("name", ["past", "apart", "fingerprint", "user_failures", "absorbed", "claims"])
+def test_a_trial_prints_nothing_internal(name: str) -> None:
+    told = asha(3)
+    for each in told.state.trials.values():
+        assert f"{name}=" not in repr(each)
+        assert f"{name}=" not in str(each)
+
+
+def test_a_checkpoint_that_is_gone_says_so_instead_of_raising(tmp_path: Path) -> None:
+    html = pt.Checkpoint(f"file://{tmp_path}/runs/e/trials/t/checkpoints/0000000001-0000000001")._repr_html_()
+    assert "CheckpointNotFound" in html
+    assert "with checkpoint.as_directory()" in html
+
+
+def test_only_a_kernel_has_cells_and_nothing_imports_ipython() -> None:
+    assert not can_show_output({})
+    code = "import sys, prefect_tune as pt; pt.tune; assert not {'IPython', 'ipykernel'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)

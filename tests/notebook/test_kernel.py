@@ -1,0 +1,181 @@
+"""Searches in a real kernel: what their cells show, what trains, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from tests.fakes.kernels import Kernel, Shown, kernel_in
+
+pytestmark = pytest.mark.timeout(900)
+
+NET = """
+import tempfile, time
+from pathlib import Path
+import prefect_tune as pt
+
+class Net(pt.Trainable):
+    def setup(self, config):
+        self.x, self.rate, self.seconds = 8.0, config["rate"], config.get("seconds", 0)
+        if config.get("breaks"):
+            raise ValueError(f"<img src=x onerror=alert(1)> {config['breaks']}")
+
+    def step(self):
+        time.sleep(self.seconds)
+        self.x -= self.rate * (self.x - 3)
+        return {"loss": (self.x - 3) ** 2, "version": 1}
+
+    def save_checkpoint(self, checkpoint_dir):
+        Path(checkpoint_dir, "x").write_text(repr(self.x))
+
+    def load_checkpoint(self, checkpoint_dir):
+        self.x = float(Path(checkpoint_dir, "x").read_text())
+"""
+RATES = '{"rate": pt.grid_search([0.1, 0.5])}'
+
+
+def search(name: str, space: str = RATES, more: str = "", trainable: str = "Net") -> str:
+    return (
+        f"results = pt.tune({trainable}, {space}, target='./runs', experiment={name!r}, metric='loss', "
+        f"num_samples=1, stop={{'step': 4}}, {more})"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notebook")
+
+
+@pytest.fixture(scope="module")
+def kernel(prefect_server: str, folder: Path) -> Iterator[Kernel]:
+    with kernel_in(folder, {"PREFECT_API_URL": prefect_server}) as started:
+        started.run(NET)
+        yield started
+
+
+def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kernel: Kernel) -> None:
+    shown = kernel.run(search("one", '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.6}'))
+    assert shown.streams == ""
+    assert len(shown.displays) == 1
+    assert "tune: starting" in shown.updates[0]
+    assert any("2 running of 2" in each for each in shown.updates)
+    assert "2 completed of 2" in shown.html
+    assert "done after" in shown.html
+    assert "version" not in shown.html  # its table has the metric that trials are compared by
+
+
+def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_line(kernel: Kernel) -> None:
+    kernel.run(search("shown"))
+    results = kernel.run("results").result
+    assert "<svg" in results["text/html"]
+    assert "2 completed" in results["text/html"]
+    assert results["text/plain"] == "Results(experiment='shown', trials: 2 completed)"
+    best = kernel.run("results.best").result
+    assert best["text/plain"].startswith("Trial(trial='00001', status='completed', step=4, metrics={'loss': ")
+    assert "results.checkpoint(" in best["text/html"]
+    saved = kernel.run("results.checkpoint(results.best)").result
+    assert saved["text/plain"].startswith("Checkpoint(filesystem=file, path=")
+    assert "Checkpoint of step 4, trial 00001 of shown" in saved["text/html"]
+    assert kernel.run("print(results.best)").streams == best["text/plain"] + "\n"
+
+
+def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> None:
+    space = '{"rate": 0.1, "breaks": pt.grid_search(["", "<script>alert(2)</script>"])}'
+    shown = kernel.run(search("broken", space))
+    assert shown.streams.count("Traceback (most recent call last)") == 1
+    assert "1 completed, 1 errored of 2" in shown.html
+    assert "&lt;img src=x onerror=alert(1)&gt;" in shown.html
+    trial = kernel.run("results.trials['00001']").result["text/html"]
+    for html in (shown.html, trial, kernel.run("results").result["text/html"]):
+        assert "<img" not in html
+        assert "<script" not in html
+
+
+@pytest.mark.parametrize("reuse", ["auto", "fork", "keep", "never"])
+def test_a_class_that_a_cell_redefines_is_the_one_that_trains(kernel: Kernel, reuse: str) -> None:
+    more = f"reuse={reuse!r}, max_concurrent_trials=1"
+    kernel.run(NET)
+    said = "; print({each.metrics['version'] for each in results.trials.values()})"
+    before = kernel.run(search(f"{reuse}-1", more=more) + said)
+    kernel.run(NET.replace('"version": 1', '"version": 2'))
+    after = kernel.run(search(f"{reuse}-2", more=more) + said)
+    assert (before.streams, after.streams) == ("{1}\n", "{2}\n")
+
+
+def test_a_function_and_what_it_calls_are_those_of_the_last_cells(kernel: Kernel) -> None:
+    kernel.run("def helper(): return 1\ndef train(config):\n    for _ in range(4): pt.report({'loss': helper()})")
+    said = "; print(results.best.metrics)"
+    assert kernel.run(search("function-1", trainable="train") + said).streams == "{'loss': 1}\n"
+    kernel.run("def helper(): return 2")
+    assert kernel.run(search("function-2", trainable="train") + said).streams == "{'loss': 2}\n"
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
+    kernel: Kernel, folder: Path, isolation: str
+) -> None:
+    module = folder / f"edited_{isolation}.py"
+    module.write_text("import prefect_tune as pt\ndef train(config):\n    pt.report({'loss': 1})\n")
+    name, more, said = f"{module.stem}.train", f"isolation={isolation!r}", "; print(results.best.metrics)"
+    kernel.run(f"import importlib, {module.stem}")
+    assert kernel.run(search(f"{isolation}-1", more=more, trainable=name) + said).streams == "{'loss': 1}\n"
+    module.write_text("import prefect_tune as pt\ndef train(config):\n    pt.report({'loss': 2.5})\n")
+    kernel.run(f"importlib.reload({module.stem})")
+    assert kernel.run(search(f"{isolation}-2", more=more, trainable=name) + said).streams == "{'loss': 2.5}\n"
+
+
+def test_a_finished_search_says_that_a_changed_class_has_nothing_to_train(kernel: Kernel) -> None:
+    kernel.run(NET)
+    kernel.run(search("finished"))
+    kernel.run(NET.replace("self.x - 3) ** 2", "self.x - 2) ** 2"))
+    again = kernel.run(search("finished"))
+    kernel.run(NET)
+    assert "nothing to train: every trial had ended before" in again.html
+    assert "are trained by the new code" in again.streams
+
+
+def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
+    code = "pt.durable_trainable(Net, {'rate': 0.1}, target='./runs', experiment='single', stop={'step': 3})"
+    shown = kernel.run(code)
+    assert "done after" in shown.html
+    assert "single · completed" in shown.result["text/html"]
+    assert shown.streams == ""
+
+
+def test_a_search_that_is_awaited_in_a_thread_has_one_display(kernel: Kernel) -> None:
+    code = search("awaited").replace("results = pt.tune(", "results = await asyncio.to_thread(pt.tune, ")
+    shown = kernel.run(f"import asyncio\n{code}")
+    assert "2 completed of 2" in shown.html
+    assert shown.streams == ""
+
+
+def test_a_wrong_argument_leaves_its_error_and_no_display_that_runs(kernel: Kernel) -> None:
+    shown = kernel.ended(kernel.begin(search("wrong", more="scheduler={'ASHAA': {}}")))
+    assert shown.error.startswith("InvalidInput: ")
+    assert not any("starting" in each for each in shown.displays.values())
+
+
+def test_an_interrupted_search_says_how_to_resume_it_and_resumes(kernel: Kernel, folder: Path) -> None:
+    space = '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.5}'
+    code = search("stopped", space, "checkpoint=pt.Cadence(every_steps=1)")
+    slow = code.replace("'step': 4", "'step': 40")
+    pressed = []
+
+    def press_when_it_trains(shown: Shown) -> None:
+        if not pressed and any("at step 2" in each for each in shown.updates):
+            pressed.append(True)
+            kernel.interrupt()
+
+    shown = kernel.ended(kernel.begin(slow), press_when_it_trains)
+    assert shown.error == "KeyboardInterrupt: tune was interrupted; run the cell again to resume it"
+    assert "interrupted after" in shown.html
+    assert "experiment=&#x27;stopped&#x27;" in shown.html
+    assert "2 interrupted of 2" in shown.html
+    assert len(shown.displays) == 1
+    again = kernel.run(code.replace("'step': 4", "'step': 6"))
+    assert "done after" in again.html
+    trials = pt.load_results(folder / "runs", "stopped").trials.values()
+    assert [(each.status, each.attempt, each.wasted_steps) for each in trials] == [("completed", 2, 0)] * 2
