@@ -59,13 +59,13 @@ class FailureHandler:
         """Return the experiment, in which no trial runs any more.
 
         Raises:
-            TrialFailed: this run of a search has trained nothing, since an import failed. No trial was given up: the
-                next run tries again those that were begun.
+            TrialFailed: this run of a search has trained nothing, since the trainable could not be loaded. No trial was
+                given up: the next run tries again those that were begun.
         """
         if self._unimportable:
             raise TrialFailed(
-                "nothing was trained, since an import failed where the trials run: correct it, and start the search "
-                f"again under the same name. The first failure was in {self._unimportable}"
+                "nothing was trained, since the trainable could not be loaded where the trials run: correct it, and "
+                f"start the search again under the same name. The first failure was in {self._unimportable}"
             )
         return ended
 
