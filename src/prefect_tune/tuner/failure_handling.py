@@ -127,12 +127,12 @@ class FailureHandler:
         before, had = self._lost.get(trial, (0, saved))
         count = 1 if saved > had else before + 1
         self._lost[trial] = (count, saved)
-        self._log.warning("trial %s: attempt lost: %s", trial, first_line(why))
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
             self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
         else:
+            self._pending_entry.lost(trial, why)
             self._startable.append(trial)
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
