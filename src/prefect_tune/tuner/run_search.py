@@ -135,7 +135,7 @@ def _searched(turn: Turn) -> Results:
             log_opening(now, state, slots, _where(plan), log)
             with (
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
-                subscribers.listening(journal_writer, stop, log) as listener,
+                subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
                 driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)
                 return driver.run(stop_requests)
