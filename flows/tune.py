@@ -99,7 +99,7 @@ def tune(
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
         max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as have their
-            `resources_per_trial`.
+            `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
         resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; a part of a GPU is allowed. On this
             machine trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray
             schedule by them.

@@ -22,7 +22,7 @@ def state_of(outcome: outcomes.Outcome, trial: str) -> State[Any]:
     Its message is the reason in one line; a Failed one holds a `TrialFailed` as its result.
     """
     match outcome:
-        case outcomes.Done(reason=reason, end=end) | outcomes.Yielded(reason=reason, end=end) if end is not None:
+        case outcomes.Done(reason=reason, end=end) if end is not None:
             return _as_decided(end, reason, trial)
         case outcomes.Done(reason=reason):
             return Completed(message=first_line(reason))

@@ -64,8 +64,6 @@ class Yielded:
     """The trial paused and freed its slot, because the scheduler decided so."""
 
     reason: str
-    end: EndOfAttempt | None = None
-    """How the search had it end; None for a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +166,10 @@ class _Supervisor:
             return Asking(ended.question)
         if ended.interrupted:
             return self._failed(Cause.PREEMPTED, ended.reason)
+        if ended.paused and self._left == "errored":
+            return self._failed(Cause.BAD_METRIC, ended.reason)
         if ended.paused:
-            return Yielded(ended.reason, self._left)
+            return Yielded(ended.reason)
         return Done(ended.reason, ended.returned, ended.left, self._left if ended.left else None)
 
     def _take_down(self, done: StepDone) -> None:

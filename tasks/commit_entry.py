@@ -129,7 +129,7 @@ def log_damage(saved: SavedCheckpoint, quarantined: Sequence[Quarantined], log: 
 def log_commit(saved: SavedCheckpoint, log: Log) -> None:
     """Log a committed checkpoint with its size."""
     size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)
-    log.info("step %d committed: %s, of which %s were new", saved.key.step, size, sent)
+    log.info("step %d committed: %s, %s of it new", saved.key.step, size, sent)
 
 
 def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:

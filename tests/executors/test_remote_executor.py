@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,12 +17,13 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.executors import remote_executor
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.executors import live_status_reader, remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import Message, RemoteAttemptStarted
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
+from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.far_searches import FarSearch
@@ -202,7 +204,7 @@ def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
 ) -> None:
     attempt, key = FarAttempt(target), plan_at(target).journal
     attempt.starts()
-    executor.poll(NOW)
+    after_a_look(executor)
 
     def publish(number: int, of_attempt: int) -> StepReport:
         report = StepReport(step=59 + number, metrics={"loss": 0.5})
@@ -217,7 +219,39 @@ def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
     report = publish(1, of_attempt=1)
     assert executor.poll(NOW) == [], "it was read a moment ago"
     clock[0] += 6
-    assert executor.poll(NOW) == [LatestReport("00000", report, "now")]
+    assert after_a_look(executor) == [LatestReport("00000", report, "now")]
     publish(2, of_attempt=2)
     clock[0] += 6
-    assert executor.poll(NOW) == [], "it is of an attempt that its journal does not name yet"
+    assert after_a_look(executor) == [], "it is of an attempt that its journal does not name yet"
+
+
+def after_a_look(executor: RemoteExecutor) -> list[Message]:
+    """Return the messages once the live statuses that are due have been read."""
+    before = executor.poll(NOW)
+    for each in threading.enumerate():
+        if each.name == "live-status-reader":
+            each.join(timeout=60)
+    return [*before, *executor.poll(NOW)]
+
+
+def test_the_newest_reports_of_attempts_are_read_side_by_side_and_delay_no_entry_of_a_journal(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, trials = RemoteExecutor(target, FarMachines(), NOW), ("00000", "00001")
+    side_by_side, may_read = threading.Barrier(len(trials)), threading.Event()
+
+    def newest(_store: object, key: JournalKey) -> LiveStatus:
+        may_read.wait(timeout=60)
+        side_by_side.wait(timeout=60)
+        row = RunningTrial(trial=str(key.trial), attempt=1, report=StepReport(step=7, metrics={}), reported_at="now")
+        return LiveStatus(epoch=1, owner=None, number=1, at="now", period_seconds=5, trials=(row,))
+
+    monkeypatch.setattr(live_status_reader, "newest_live_status", newest)
+    for trial in trials:
+        executor.start(plan_at(target, trial), AttemptRequest(), 1, 0)
+        FarAttempt(target, trial).starts()
+    written = executor.poll(NOW)
+    assert {each.trial for each in written if isinstance(each, EntryWritten)} == set(trials)
+    assert not [each for each in written if isinstance(each, LatestReport)]
+    may_read.set()
+    assert {each.trial for each in after_a_look(executor) if isinstance(each, LatestReport)} == set(trials)

@@ -13,6 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterTags
 from prefect.concurrency.sync import concurrency
+from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
 from tests.flows.driver import until
@@ -40,7 +41,7 @@ def tenants(folder: Path, **options: Any) -> pt.Results:
         "stop": {"step": 4},
         "resources_total": {"cpu": 8},
     }
-    return pt.tune(TENANT, space, **{**common, **options})
+    return options.pop("flow", pt.tune)(TENANT, space, **{**common, **options})
 
 
 def told(results: pt.Results, metric: str) -> list[object]:
@@ -66,6 +67,16 @@ def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path)
 def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
     assert set(told(results, "gpus")) == {"any"}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrent_trials": 4}, {"resources_per_trial": {"cpu": 1}}], ids=str)
+def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    one_at_a_time = pt.tune.with_options(task_runner=ThreadPoolTaskRunner(max_workers=1))
+    results = tenants(tmp_path, flow=one_at_a_time, **{"resources_total": None, **options})
+    assert set(told(results, "gpus")) == {"any"}, "they have one device among them"
+    assert "slots: 1 trial at once on this machine (its task runner has max_workers=1)" in caplog.text
 
 
 @pytest.mark.usefixtures("two_gpus")

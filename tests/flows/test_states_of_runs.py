@@ -100,9 +100,18 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_an_attempt_whose_metric_cannot_be_compared_ends_failed(local_target: LocalTarget) -> None:
+def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_once(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
     results = results_of_failed(lambda: searched(local_target, [0.1], scheduler=HALF, metric="accuracy"))
     require_states(run_of(results), {"train 00000 · attempt 1": ("Failed", "")})
+    begins, ends = (
+        each for each in caplog.messages if each.startswith("trial 00000 ") and "without the metric" not in each
+    )
+    assert begins.startswith("trial 00000 begins: ")
+    assert ends.startswith(
+        "trial 00000 errored at step 1: trial '00000', step 1: expected a number for metric 'accuracy'"
+    )
 
 
 # -------------------------------------------------------------------------------------- a search of errors only

@@ -34,6 +34,14 @@ class Net(pt.Trainable):
 class Plain:
     pass
 
+class tune:  # as that of Ray
+    class Trainable:
+        pass
+
+class OfRay(tune.Trainable):
+    def step(self):
+        return {{"loss": 1.0, "done": True}}
+
 def _made():
     return lambda config: {{"loss": config["x"]}}
 
@@ -42,14 +50,25 @@ size = 3
 """
 
 
+_LEAVES = """import sys
+sys.exit('no data set')
+
+class Net:
+    pass
+
+def train(config): pass
+"""
+
+
 @pytest.fixture
 def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> Callable[[], set[int]]:
-    """Make the modules `models_here` and `needs_more` importable; return the processes that have imported the first."""
+    """Make `models_here`, `needs_more` and `leaves` importable; return the processes that have imported the first."""
     assert prefect_server
     witness, project = tmp_path / "witness", tmp_path / "project"
     project.mkdir()
     (project / "models_here.py").write_text(_MODELS.format(witness=str(witness)))
     (project / "needs_more.py").write_text(f"import not_there\n{_MODELS.format(witness=str(witness))}")
+    (project / "leaves.py").write_text(_LEAVES)
     monkeypatch.syspath_prepend(str(project))
     return lambda: {int(line) for line in witness.read_text().split()} if witness.exists() else set()
 
@@ -59,8 +78,14 @@ def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: s
     [
         ("models_here:Nett", r"module 'models_here' \(.*models_here.py\) has no 'Nett'; did you mean 'Net'\?"),
         ("models_here:Net.Deep", r"has no 'Deep'"),
-        ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, Plain"),
+        ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, OfRay, Plain"),
         ("models_here:size", r"trainable 'models_here:size': expected a function of the configuration, .* found int"),
+        ("models_here:Plain", r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train"),
+        ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
+        (
+            "leaves:Net",
+            r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
+        ),
         (
             "needs_more:Nett",
             r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
@@ -69,7 +94,7 @@ def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: s
     ],
 )
 @pytest.mark.parametrize("flow", [pt.tune, pt.durable_trainable], ids=["search", "training"])
-def test_a_misspelt_trainable_is_refused_before_anything_is_written(
+def test_what_is_no_trainable_is_refused_before_anything_is_written(
     importers: Callable[[], set[int]],
     tmp_path: Path,
     flow: Callable[..., object],
@@ -107,15 +132,18 @@ def test_with_threads_it_is_imported_here(importers: Callable[[], set[int]], tmp
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ("needs_more:Net", "cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
-        ("models_here:Plain", "trainable Plain: expected a subclass of pt.Trainable"),
+        (
+            "needs_more:Net",
+            r"ModuleNotFoundError: No module named 'not_there' \(raised in .*needs_more.py, line 1\)",
+        ),
+        ("leaves:train", r"SystemExit: no data set \(raised in .*leaves.py, line 2\)"),
     ],
 )
 def test_an_import_that_fails_in_the_first_attempts_ends_the_search_which_the_same_name_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, trainable: str, message: str
 ) -> None:
     target = str(tmp_path / "target")
-    with pytest.raises(TrialFailed, match=f"nothing was trained.*{message}"):
+    with pytest.raises(TrialFailed, match=f"nothing was trained.*cannot be imported: {message}"):
         pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
     before = pt.load_results(target, "e").trials
     assert {each.status for each in before.values()} == {Status.INTERRUPTED}
@@ -123,7 +151,8 @@ def test_an_import_that_fails_in_the_first_attempts_ends_the_search_which_the_sa
 
     module, _, _ = trainable.partition(":")
     file = tmp_path / "project" / f"{module}.py"
-    file.write_text(file.read_text().replace("import not_there\n", "").replace("class Plain:", "class Plain(Net):"))
+    mended = file.read_text().replace("import not_there\n", "").replace("sys.exit('no data set')\n", "")
+    file.write_text(mended.replace("def train(config): pass", "def train(config): return {'loss': config['x']}"))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         again = pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)

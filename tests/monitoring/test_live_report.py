@@ -126,14 +126,19 @@ def test_each_run_adds_a_version_under_the_same_two_keys_and_nothing_else(tmp_pa
     assert left_by("counted") == ["progress-counted"] * 2 + ["report-counted"] * 2
 
 
-def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one(tmp_path: Path) -> None:
-    searched(tmp_path, "killed")
-    others = ("progress-killed-00000", "progress-killed-00002", "progress-killed-again")
+def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_same_target(tmp_path: Path) -> None:
+    results = searched(tmp_path, "killed")
+    uri = results.target.uri
+    left, of_others = (
+        [live_report._trial_progress_key(results.experiment, trial, where) for trial in ("00000", "00002")]
+        for where in (uri, f"{uri}-2")
+    )
+    of_others.append("progress-killed-again")
     with get_client(sync_client=True) as client:
-        for key in others:
+        for key in (*left, *of_others):
             client.create_artifact(ArtifactCreate(key=key, type="progress", data=50.0))
     pt.resume("killed", target=str(tmp_path / "target"), num_samples=5)
-    assert [key for key in left_by("killed") if key in others] == ["progress-killed-again"], "another experiment's"
+    assert {key for key in left_by("killed") if key in (*left, *of_others)} == set(of_others)
 
 
 class Looks(pt.Callback):
@@ -148,7 +153,7 @@ class Looks(pt.Callback):
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         if trial.trial != "00000" or report.step < 3:
             return
-        progress = artifacts("progress-watched-00000")
+        progress = [each for key in left_by("watched-00000-") for each in artifacts(key)]
         if progress and artifacts("report-watched"):
             self.seen.append((page("report-watched"), float(str(progress[-1].data))))
             self.task_runs |= {each.task_run_id for each in progress}

@@ -64,6 +64,18 @@ class Told:
         return {each.trial: each for each in self.observer._running()[1]}
 
 
+def test_a_trial_that_an_earlier_owner_left_running_is_published_only_while_it_is_run_here(tmp_path: Path) -> None:
+    experiment = nothing_yet("e")
+    for number, event in enumerate((TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)), 1):
+        experiment = after_event(experiment, event, number)
+    run_here: set[str] = set()
+    target = LocalTarget(path=str(tmp_path))
+    observer = LiveStatusObserver(target, experiment, timedelta(hours=1), run_here.__contains__)
+    assert observer._running()[1] == []
+    run_here.add("a")
+    assert observer._running()[1] == [RunningTrial(trial="a", attempt=1)]
+
+
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[Told]:
     made = Told(LocalTarget(path=str(tmp_path)))

@@ -108,6 +108,31 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
     assert caplog.records[-2].levelname == "WARNING"
 
 
+def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    state: Experiment = nothing_yet("e")
+    log = SearchLog(state, None, "s3://bucket/runs", LOG)
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    began: Sequence[Event] = (TrialAdded(trial=T, config={}, apart=True), *TRAINED)
+    for number, event in enumerate(began, 1):
+        state = after_event(state, event, number)
+    log.lost(state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
+    later: Sequence[Event] = (vanished, started(2, SAVED), vanished)
+    for number, event in enumerate(later, 5):
+        state = after_event(state, event, number)
+        log.happened(event, state)
+    assert caplog.messages == [
+        "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
+        "trial 00003 resumes from step 2 (attempt 2; 0 steps repeated)",
+        "trial 00003 crashed in attempt 2: its owner vanished without ending it",
+    ]
+
+
+def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    state = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
+    SearchLog(state, None, "s3://bucket/runs", LOG).lost(state.trial(T), "KilledWorker: tcp://10.0.0.7")
+    assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
+
+
 def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
     asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))

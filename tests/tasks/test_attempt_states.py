@@ -21,7 +21,6 @@ _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ...
         (Done("rung 3", returned=False, left=True, end="pruned"), StateType.COMPLETED, "Pruned", "rung 3"),
         (Done("stopped by me", returned=False, left=True, end="interrupted"), StateType.CANCELLED, "Interrupted", None),
         (Yielded("rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
-        (Yielded("no metric", end="errored"), StateType.FAILED, "Failed", "no metric"),
         (
             Asking(Question(key="k", question="continue?", fields={})),
             StateType.COMPLETED,

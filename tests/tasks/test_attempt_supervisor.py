@@ -197,6 +197,16 @@ def test_a_target_that_fails_is_the_machines_failure(plan: TrialSpec) -> None:
     assert "AccessDenied" in found.message
 
 
+def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(plan: TrialSpec) -> None:
+    asking = InProcessLink("t", lambda _: asking.answer(leave), TrialProcessPool(slots=1))
+    leave = Leave(reason="found no metric 'loss'", save=False, for_good=False, end="errored")
+    left = TrialEnded(reason=leave.reason, paused=True)
+    channel = FakeChannel([LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), left])
+    found = supervise(channel, FakeLedger(), plan, asking)
+    assert found == Failed(Cause.BAD_METRIC, "found no metric 'loss'", at_start=False)
+    assert [each.type for each in attempt_supervisor.events_of("t", found)] == ["attempt-ended"]
+
+
 @pytest.mark.parametrize("reads_journal", [True, False])
 def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
     plan: TrialSpec, *, reads_journal: bool

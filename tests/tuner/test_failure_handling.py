@@ -26,12 +26,12 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Phase, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
@@ -48,6 +48,15 @@ def noted(_target: StorageTarget, state: Experiment, events: Sequence[Event], _s
     return reduce(lambda found, event: after_event(found, event, found.number + 1), events, state)
 
 
+class _Losses(SearchObserver):
+    def __init__(self, causes: list[str]) -> None:
+        self._causes = causes
+
+    def lost(self, trial: Trial, why: str) -> None:
+        del trial
+        self._causes.append(why)
+
+
 class Court:
     """One trial whose attempts are lost, and who judges that."""
 
@@ -58,7 +67,8 @@ class Court:
             LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None
         )
         limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
-        self.page = PendingEntry(journal_writer, policy, ObserverGroup(), timedelta(0))
+        self.losses: list[str] = []
+        self.page = PendingEntry(journal_writer, policy, _Losses(self.losses), timedelta(0))
         self.startable: deque[str] = deque()
         stopping = Stopping(limits, policy, Troupe(9), self.page, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
@@ -109,6 +119,8 @@ def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int)
         court.loses_an_attempt(saves=True)
     assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
     assert "3 attempts were lost without a commit" in court.page.state.trial(_TRIAL).reason
+    tried_again = court.losses[committed_before:]
+    assert tried_again == ["the attempt ended without writing a result"] * (2 - bool(committed_before))
 
 
 def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:

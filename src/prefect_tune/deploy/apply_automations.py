@@ -15,8 +15,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.deploy.api_client import prefect_server
 from prefect_tune.deploy.automation_specs import AutomationSpec, shipped
-from prefect_tune.prefect_api.api_client import prefect_server
 
 __all__ = ["Installed", "apply_automations", "automation_names", "install_automations", "uninstall_automations"]
 

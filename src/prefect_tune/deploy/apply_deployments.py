@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.deploy.api_client import prefect_server
 from prefect_tune.deploy.deployment_parameters import SavedBlocks, checked
 from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.form_schema import form_of
 from prefect_tune.parameters.grouped_flow import GroupedFlow, flattened
-from prefect_tune.prefect_api.api_client import prefect_server
 
 __all__ = ["Deployed", "Pool", "deploy"]
 

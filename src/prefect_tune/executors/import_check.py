@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Literal
 
@@ -25,13 +27,13 @@ _PATIENCE = timedelta(seconds=0.5)
 def require_importable(trainable: object, isolation: Literal["process", "thread"], log: Log) -> None:
     """Require that the trials can import `trainable`, if it is a name; nothing is written.
 
-    A name that the source of its package defines is taken as it is: its first trial imports it. Any other one is
-    imported by a process that ends then.
+    A name that the source of its package defines as a function, or as a subclass of `pt.Trainable` with `step`, is
+    taken as it is: its first trial imports it. Any other one is imported by a process that ends then.
 
     Raises:
         InvalidInput: its module cannot be imported, lacks the name, or has no trainable under it.
     """
-    if not isinstance(trainable, str) or not why_not_defined(trainable, [_package(trainable)]):
+    if not isinstance(trainable, str) or not why_not_defined(trainable, [_package(trainable)], _why_unsure):
         return
     if isolation == "thread":
         require_loadable({"trainable": trainable})
@@ -44,6 +46,34 @@ def require_importable(trainable: object, isolation: Literal["process", "thread"
 
 def _package(trainable: str) -> str:
     return trainable.partition(":")[0].partition(".")[0]
+
+
+def _why_unsure(definition: ast.stmt, module: ast.Module) -> str:
+    """Return why only the import can say whether this is a trainable; empty if its source says that it is one."""
+    match definition:
+        case ast.FunctionDef(decorator_list=[]):
+            return ""
+        case ast.ClassDef(decorator_list=[], bases=bases, body=body):
+            names = dict(_trainables_in(module))
+            ours = {names.get(ast.unparse(each), "") for each in bases} - {""}
+            has_step = any(isinstance(each, ast.FunctionDef) and each.name == "step" for each in body)
+            is_trainable = ours and (has_step or ours != {"Trainable"})
+            return "" if is_trainable else "its bases decide"
+        case _:
+            return "its value decides"
+
+
+def _trainables_in(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each name under which a module imports a trainable class of this package, with the name of that class."""
+    for statement in module.body:
+        match statement:
+            case ast.Import(names=names):
+                ours = (each.asname or each.name for each in names if each.name == "prefect_tune")
+                yield from ((f"{each}.Trainable", "Trainable") for each in ours)
+            case ast.ImportFrom(module=str(source), names=names, level=0) if source.partition(".")[0] == "prefect_tune":
+                yield from ((each.asname or each.name, each.name) for each in names if each.name.endswith("Trainable"))
+            case _:
+                pass
 
 
 def _start(trainable: str, folder: str) -> Start:

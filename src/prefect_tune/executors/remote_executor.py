@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,10 +18,10 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.events.experiment_events import Reported, Started
 from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
-from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.executors.live_status_reader import LiveStatusReader
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
@@ -67,6 +67,11 @@ class _RemoteAttempt:
         """Whether the scheduler decides about the trial at `step`."""
         return self.milestone is not None and step >= self.milestone
 
+    def is_to_look_at(self, now: float) -> bool:
+        """Whether its live status is to be read again."""
+        period = self.plan.sync.live_period
+        return period is not None and now - self.looked_at >= period.total_seconds()
+
 
 class RemoteExecutor:
     """A `TrialExecutor` for attempts that share only the target with this process."""
@@ -74,6 +79,7 @@ class RemoteExecutor:
     def __init__(self, target: StorageTarget, elsewhere: AttemptLauncher, look_every: timedelta) -> None:
         self._target = target
         self._elsewhere = elsewhere
+        self._live = LiveStatusReader(target)
         self._look_every = look_every
         self._ends: queue.SimpleQueue[AttemptExited] = queue.SimpleQueue()
         self._attempts: dict[str, _RemoteAttempt] = {}
@@ -124,7 +130,7 @@ class RemoteExecutor:
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
             messages = [message for attempt in self._attempts.values() for message in self._read(attempt)]
-            messages += [message for attempt in self._attempts.values() for message in self._read_live(attempt)]
+            messages += self._latest()
             if messages or over or time.monotonic() >= end:
                 return [*messages, *over]
 
@@ -164,18 +170,20 @@ class RemoteExecutor:
                 entries.append(entry)
         return [message for entry in entries for message in self._said_in(entry, attempt)]
 
-    def _read_live(self, attempt: _RemoteAttempt) -> Iterator[LatestReport]:
-        """Yield the newest report of the attempt, once every `live_period`; its journal has it later."""
-        period, now = attempt.plan.sync.live_period, time.monotonic()
-        if period is None or now - attempt.looked_at < period.total_seconds():
-            return
-        attempt.looked_at = now
-        live = None
-        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
-            live = newest_live_status(store, attempt.plan.journal)
-        for each in live.trials if live is not None else ():
-            if each.attempt == attempt.number and each.report and each.reported_at:
-                yield LatestReport(each.trial, each.report, each.reported_at)
+    def _latest(self) -> Iterator[LatestReport]:
+        """Yield the newest reports that were read since the last call; the journals of the attempts have them later.
+
+        Each attempt's is read once every `live_period`, in the background.
+        """
+        now = time.monotonic()
+        if not self._live.is_busy and (due := [each for each in self._attempts.values() if each.is_to_look_at(now)]):
+            for each in due:
+                each.looked_at = now
+            self._live.look([each.plan.journal for each in due])
+        for found in self._live.found():
+            attempt = self._attempts.get(found.trial)
+            if attempt is not None and attempt.number == found.attempt and found.report and found.reported_at:
+                yield LatestReport(found.trial, found.report, found.reported_at)
 
     @contextmanager
     def _read_later(self) -> Iterator[None]:

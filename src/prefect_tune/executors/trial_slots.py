@@ -28,13 +28,18 @@ def slots_elsewhere(plan: SearchPlan) -> Slots:
     return Slots(plan.max_concurrent_trials or os.cpu_count() or 1)
 
 
-def slots_here(plan: SearchPlan) -> Slots:
+def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
+
+    Args:
+        plan: the plan, which may limit their number.
+        max_workers: the limit of the flow's task runner; None if it has none.
 
     Raises:
         InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
     """
-    bound, needed = plan.max_concurrent_trials, plan.resources
+    limits = [each for each in (plan.max_concurrent_trials, max_workers) if each is not None]
+    bound, needed = min(limits, default=None), plan.resources
     if needed is None:
         return Slots(bound or os.cpu_count() or 1)
     if needed.gpu and plan.isolation == "thread":

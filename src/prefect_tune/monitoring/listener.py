@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 __all__ = ["ObserverGroup", "SearchObserver"]
@@ -25,6 +26,9 @@ class SearchObserver:
 
     def latest(self, newest: LatestReport) -> None:
         """Receive the newest report of an attempt on another machine; `reported` gets it later, in its order."""
+
+    def lost(self, trial: Trial, why: str) -> None:
+        """Receive that an attempt ended without journaling its end, and is tried again; the journal gets it later."""
 
     def wrote(self, experiment: Experiment) -> None:
         """Receive the state up to which the journal is written."""
@@ -47,6 +51,10 @@ class ObserverGroup(SearchObserver):
     def latest(self, newest: LatestReport) -> None:
         for each in self._listeners:
             each.latest(newest)
+
+    def lost(self, trial: Trial, why: str) -> None:
+        for each in self._listeners:
+            each.lost(trial, why)
 
     def wrote(self, experiment: Experiment) -> None:
         for each in self._listeners:

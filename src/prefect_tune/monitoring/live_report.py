@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.models import StepReport, digest_of
 from prefect_tune.monitoring.artifact_publisher import (
     ArtifactContent,
     ArtifactPublisher,
@@ -64,7 +65,7 @@ class Reporter(SearchObserver):
         if experiment.trials or experiment.extensions:
             self._early = []  # until the entries of earlier runs are read
         self._followed: Sequence[str] = ()
-        self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment))
+        self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment, target.uri))
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
@@ -187,7 +188,7 @@ class Reporter(SearchObserver):
         trial, report = experiment.trial(name), newest.get(name)
         said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
         share = round(100 * share_of_trial(trial, report, self._outlook), 1)
-        key = _progress_key(experiment, name)
+        key = _trial_progress_key(experiment, name, self._target.uri)
         return ArtifactContent(key, "progress", share, said, owner.task_run if owner else None)
 
 
@@ -207,16 +208,22 @@ def _report_key(experiment: Experiment) -> str:
     return artifact_key("report", experiment.name)
 
 
-def _progress_key(experiment: Experiment, *trial: str) -> str:
-    return artifact_key("progress", experiment.name, *trial)
+def _progress_key(experiment: Experiment) -> str:
+    return artifact_key("progress", experiment.name)
 
 
-def _earlier(experiment: Experiment) -> EarlierArtifacts | None:
+def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
+    """Return a key that an experiment of the same name on another target does not have: its next run deletes it."""
+    names = (experiment.name, trial)
+    return f"{plain_key('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
+
+
+def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
     """Return what earlier runs may have left; None if this is the first one."""
     if experiment.epoch <= 1:
         return None
     kept = frozenset((_report_key(experiment), _progress_key(experiment)))
-    of_trials = frozenset(_progress_key(experiment, each) for each in experiment.trials)
+    of_trials = frozenset(_trial_progress_key(experiment, each, uri) for each in experiment.trials)
     prefix = plain_key("progress", experiment.name)
     return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -36,8 +36,16 @@ __all__ = ["LiveStatusObserver"]
 class LiveStatusObserver(SearchObserver):
     """Records starts, reports and ends of attempts in microseconds; the publisher's thread writes them."""
 
-    def __init__(self, target: StorageTarget, experiment: Experiment, period: timedelta | None) -> None:
+    def __init__(
+        self,
+        target: StorageTarget,
+        experiment: Experiment,
+        period: timedelta | None,
+        is_run_here: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """Args: is_run_here: whether this owner runs a trial; others, which an earlier one left, are not published."""
         self._guard = threading.Lock()
+        self._is_run_here = is_run_here
         self._experiment = experiment
         running = (each for each in experiment.trials.values() if each.status is Status.RUNNING)
         self._attempts = {each.trial: RunningTrial(trial=each.trial, attempt=each.attempt) for each in running}
@@ -110,7 +118,8 @@ class LiveStatusObserver(SearchObserver):
 
     def _running(self) -> tuple[Experiment, Sequence[RunningTrial]]:
         with self._guard:
-            experiment, attempts, reports = self._experiment, list(self._attempts.values()), dict(self._reports)
+            experiment, reports = self._experiment, dict(self._reports)
+            attempts = [each for name, each in self._attempts.items() if self._is_run_here(name)]
         return experiment, [_with_report(each, reports.get(each.trial)) for each in attempts]
 
 

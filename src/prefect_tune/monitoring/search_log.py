@@ -17,7 +17,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
 from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
@@ -39,6 +39,7 @@ class SearchLog(SearchObserver):
         self._log = log
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
+        self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
@@ -47,6 +48,14 @@ class SearchLog(SearchObserver):
                     self._log_event(each, experiment.trial(each.trial), experiment.name)
                 case _:
                     pass
+
+    def lost(self, trial: Trial, why: str) -> None:
+        if trial.phase is Phase.RUNNING:
+            self._lost.add(trial.trial)
+            text = f"crashed in attempt {trial.attempt}: {first_line(why)}"
+        else:
+            text = f"crashed before attempt {trial.attempt + 1} began: {first_line(why)}"
+        self._write(trial, text, logging.WARNING)
 
     def _log_event(
         self, event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp, trial: Trial, experiment: str
@@ -63,6 +72,8 @@ class SearchLog(SearchObserver):
                 text = self._ended("paused", reason, trial, experiment)
             case AttemptEnded(cause=Cause.PREEMPTED, message=message):
                 text = self._ended("interrupted", message, trial, experiment)
+            case AttemptEnded(message=message) if message == OWNER_VANISHED and trial.trial in self._lost:
+                self._lost.discard(trial.trial)
             case AttemptEnded(message=message) if message == OWNER_VANISHED:
                 text, level = f"crashed in attempt {trial.attempt}: {message}", logging.WARNING
             case GaveUp(message=message):
@@ -71,7 +82,10 @@ class SearchLog(SearchObserver):
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text and text != self._last.get(trial.trial):
             self._last[trial.trial] = text
-            self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.apart else f"the trial {text}"))
+            self._write(trial, text, level)
+
+    def _write(self, trial: Trial, text: str, level: int) -> None:
+        self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.apart else f"the trial {text}"))
 
     def _started(self, event: Started, trial: Trial) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -58,8 +58,12 @@ class Subscribers:
         self._callbacks = callbacks
 
     @contextmanager
-    def listening(self, journal_writer: JournalWriter, stop: threading.Event, log: Log) -> Iterator[SearchObserver]:
+    def listening(
+        self, journal_writer: JournalWriter, runs: Callable[[str], bool], stop: threading.Event, log: Log
+    ) -> Iterator[SearchObserver]:
         """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
+
+        `runs` returns whether a trial is running now.
 
         Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
         or 2 s after a request to stop.
@@ -74,7 +78,7 @@ class Subscribers:
                 reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
-                LiveStatusObserver(self._target, journal_writer.experiment, self._live_period) as live,
+                LiveStatusObserver(self._target, journal_writer.experiment, self._live_period, runs) as live,
             ):
                 yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, a
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
 from prefect_tune.parameters.json_specs import stop_from
-from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.load_named import import_advice, load_named
 from prefect_tune.runtime.trainable import require_trainable
 
 __all__ = [
@@ -138,10 +138,8 @@ def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
     try:
         found = importlib.util.find_spec(module)
-    except Exception as error:  # its package is imported, which may raise anything
-        raise InvalidInput(
-            f"trainable {name!r}: {type(error).__name__}: {error}; is its project installed where the flow runs?"
-        ) from error
+    except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
+        raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if found is None:
         raise InvalidInput(
             f"trainable {name!r}: there is no module {module!r}{_near(module) or '; is its project installed here?'}"

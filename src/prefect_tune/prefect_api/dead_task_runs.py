@@ -24,21 +24,31 @@ from prefect.client.schemas.objects import State, StateType, TaskRun, TaskRunRes
 from prefect.exceptions import PrefectException
 from prefect.states import Crashed
 
+from prefect_tune.prefect_api.run_states import is_alive
+
 __all__ = ["set_crashed"]
 
 _TIMEOUT_SECONDS = 10.0
 _LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 
 
-def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], message: str) -> None:
-    """Set the task runs of `flow_run` that `is_dead`, and those that they called, to Crashed.
+def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, message: str, has_ended: bool) -> None:
+    """Set the task runs of `flow_run` that `is_dead`, and those that they called, to Crashed, unless the run is alive.
 
     Ended task runs stay as they are. If the server does not answer or refuses, nothing is set: states only inform.
+
+    Args:
+        flow_run: the flow run.
+        is_dead: whether a task run is to be set, if it has not ended.
+        message: of the new states.
+        has_ended: whether the process of the flow run is known to have ended; else the server is asked.
     """
     with (
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
         get_client(sync_client=True, httpx_settings={"timeout": _TIMEOUT_SECONDS}) as client,
     ):
+        if not has_ended and is_alive(client.read_flow_run(flow_run), client):
+            return
         live = _live_task_runs(client, flow_run)
         waiting = deque(each for each in live if is_dead(each))
         while waiting:

@@ -1,4 +1,4 @@
-"""What the states of a flow run say about its last start: a person resumed or retried it, or an automation did.
+"""What the states of a flow run say: whether it is alive, and who started it last, a person or an automation.
 
 To ask upstream: that a state records who set it, a person or an automation.
 """
@@ -6,12 +6,16 @@ To ask upstream: that a state records who set it, a person or an automation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
+from prefect.settings import get_current_settings
 
-__all__ = ["in_order", "is_resumed", "is_started_by_hand"]
+__all__ = ["in_order", "is_alive", "is_resumed", "is_started_by_hand"]
 
 _BY_A_PERSON = frozenset({StateType.PAUSED, StateType.FAILED, StateType.CANCELLED, StateType.COMPLETED})
 _RETRIED = "Retr"
@@ -43,6 +47,24 @@ def is_started_by_hand(states: Sequence[State[Any]]) -> bool:
 def is_resumed(states: Sequence[State[Any]]) -> bool:
     """Whether *Resume* is among these states of a run, which follow its suspension; a forced retry is no *Resume*."""
     return any(_is_scheduled(each) and each.name == _RESUMED for each in states)
+
+
+def is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
+    """Whether the run waits for a person, or sent a heartbeat within three periods, if heartbeats are on."""
+    if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
+        return False
+    every = get_current_settings().flows.heartbeat_frequency
+    if run.state.is_paused() or every is None:
+        return True
+    patience = timedelta(seconds=3 * every)
+    signs = EventFilter(
+        occurred=EventOccurredFilter(since=datetime.now(UTC) - patience),
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
+        order=EventOrder.DESC,
+    )
+    began = run.state.timestamp
+    return datetime.now(UTC) - began < patience or bool(client.read_events(signs, limit=1).events)
 
 
 def _is_scheduled(state: State[Any]) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.trainable import require_trainable
 
-__all__ = ["load_named", "load_trainable", "require_loadable"]
+__all__ = ["import_advice", "load_named", "load_trainable", "require_loadable"]
 
 
 def load_named(name: str, parameter: str = "trainable") -> object:
@@ -28,12 +30,14 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         import cloudpickle
 
         return cloudpickle.loads(bytes.fromhex(name))
+    process = os.getpid()
     try:
         found: object = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if os.getpid() != process:  # a fork that the module has made ends as it likes
+            raise
         raise InvalidInput(
-            f"{parameter} {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}. Make it "
-            f"importable where it runs (working directory {Path.cwd()})"
+            f"{parameter} {name!r}: module {module!r} cannot be imported: {import_advice(error)}"
         ) from error
     for part in attribute.split("."):
         try:
@@ -67,6 +71,20 @@ def require_loadable(config: Mapping[str, object]) -> None:
         InvalidInput: as `load_trainable`.
     """
     load_trainable(str(config["trainable"]))
+
+
+def import_advice(error: BaseException) -> str:
+    """Return what an import raised, at which line of which module, and what to do about it."""
+    raised = f"{type(error).__name__}: {error}{_raised_at(error)}"
+    if isinstance(error, SystemExit):
+        return f"{raised}. Run what may end the program only under `if __name__ == '__main__':`"
+    return f"{raised}. Make it importable where it runs (working directory {Path.cwd()})"
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the innermost line of a module's own code, not of a function; empty if no module was run."""
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    return f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
 
 
 def _lacks(owner: object, name: str) -> str:

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run, task_run
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 
-__all__ = ["current_owner", "is_same_writer", "new_write_id", "this_writer"]
+__all__ = ["current_owner", "is_gone", "is_same_writer", "new_write_id", "this_writer"]
 
 _PROCESS = uuid4().hex[:8]
 """Tells the processes of scripts apart, which have no flow run."""
@@ -34,6 +34,19 @@ def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
         search_epoch=search_epoch,
         attempt=attempt,
     )
+
+
+def is_gone(owner: Owner) -> bool:
+    """Whether an owner was a process of this machine that has ended; False if its number is in use again."""
+    if owner.host != socket.gethostname():
+        return False
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def this_writer() -> Owner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from typing import NoReturn
 from uuid import UUID
 
@@ -11,16 +10,14 @@ from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
 from prefect.exceptions import Abort, ObjectNotFound, PrefectException
 from prefect.logging import get_run_logger
-from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.prefect_api.run_states import is_started_by_hand
+from prefect_tune.prefect_api.run_states import is_alive, is_started_by_hand
 from prefect_tune.supervisor.run_identity import current_owner
 
 __all__ = ["owner_after"]
@@ -75,26 +72,8 @@ def _leave_to_the_living(experiment: str, owner: Owner) -> None:
         return
     with suppress(ObjectNotFound, PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
-        if _is_alive(other, client):
+        if is_alive(other, client):
             _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, has not ended", client)
-
-
-def _is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Whether the run waits for a person, or sent a heartbeat within three periods, if heartbeats are on."""
-    if run.state is None or not (run.state.is_running() or run.state.is_paused()):
-        return False
-    every = get_current_settings().flows.heartbeat_frequency
-    if run.state.is_paused() or every is None:
-        return True
-    patience = timedelta(seconds=3 * every)
-    signs = EventFilter(
-        occurred=EventOccurredFilter(since=datetime.now(UTC) - patience),
-        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
-        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
-        order=EventOrder.DESC,
-    )
-    began = run.state.timestamp
-    return datetime.now(UTC) - began < patience or bool(client.read_events(signs, limit=1).events)
 
 
 def _end_cancelled(run: FlowRun, why: str, client: SyncPrefectClient) -> NoReturn:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TypeAlias
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
@@ -16,28 +18,45 @@ _MADE = ast.Call | ast.Lambda | ast.BinOp
 """Expressions whose value the module itself creates; a name or an attribute may alias an object of another module."""
 _MOST_IMPORTS = 20
 
+DefinitionCheck: TypeAlias = Callable[[ast.stmt, ast.Module], str]
+"""Returns why a definition, which is in this module, is not accepted; empty if it is."""
+
 
 def is_module_name(name: object) -> bool:
     """Return whether `name` can be the name of a package or module."""
     return isinstance(name, str) and re.fullmatch(_MODULE, name, re.ASCII) is not None
 
 
-def why_not_defined(name: str, packages: Sequence[str]) -> str:
+def why_not_defined(name: str, packages: Sequence[str], why_not: DefinitionCheck = lambda *_: "") -> str:
     """Return why `package.module:Name` is not a class, function or object that `packages` define; empty if it is.
 
     Imported names are followed through modules of `packages`. Finding a module's source imports its parent
     packages, and not the module itself.
+
+    Args:
+        name: the name.
+        packages: the packages or modules that may define it.
+        why_not: a further check, which each definition of the name has to pass.
     """
     parts = _CODE_NAME.fullmatch(name)
     if parts is None:
         return "expected 'package.module:Name'"
-    return _why_not(parts[1], parts[2].split("."), packages, _MOST_IMPORTS)
+    return _why_not(parts[1], parts[2].split("."), _Limits(packages, why_not, _MOST_IMPORTS))
 
 
-def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_left: int) -> str:
-    if not _is_in(module, packages):
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a definition may be."""
+
+    packages: Sequence[str]
+    why_not: DefinitionCheck
+    imports_left: int
+
+
+def _why_not(module: str, path: Sequence[str], limits: _Limits) -> str:
+    if not _is_in(module, limits.packages):
         return f"{module} is not in a trusted package"
-    if not imports_left:
+    if not limits.imports_left:
         return f"{module} imports it in a circle, or through more than {_MOST_IMPORTS} modules"
     try:
         spec = importlib.util.find_spec(module)
@@ -49,7 +68,7 @@ def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_
         return f"there is no module {module}; is its project installed here?"
     if tree is None:
         return f"{module} has no source"
-    return _Source(spec, packages, imports_left).why_not(tree.body, path)
+    return _Source(spec, tree, limits).why_not(tree.body, path)
 
 
 def _is_in(module: str, packages: Sequence[str]) -> bool:
@@ -59,11 +78,11 @@ def _is_in(module: str, packages: Sequence[str]) -> bool:
 class _Source:
     """The parsed source of one module, and the packages that it may import names from."""
 
-    def __init__(self, spec: ModuleSpec, packages: Sequence[str], imports_left: int) -> None:
+    def __init__(self, spec: ModuleSpec, tree: ast.Module, limits: _Limits) -> None:
         self._module = spec.name
         self._package = spec.name if spec.submodule_search_locations is not None else spec.parent
-        self._packages = packages
-        self._imports_left = imports_left
+        self._tree = tree
+        self._limits = limits
 
     def why_not(self, body: Sequence[ast.stmt], path: Sequence[str]) -> str:
         """Return why `body` does not define the name at `path`; empty if it does.
@@ -89,13 +108,19 @@ class _Source:
         if _binds_otherwise(statement, name):
             return f"{self._module} does not define {name!r}, but aliases another object"
         match statement:
-            case ast.ClassDef(name=bound, body=body) if bound == name:
-                return self.why_not(body, rest) if rest else ""
-            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if bound == name:
-                return f"{name} in {self._module} is a function" if rest else ""
+            case ast.ClassDef(name=bound, body=body) if bound == name and rest:
+                return self.why_not(body, rest)
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if bound == name and rest:
+                return f"{name} in {self._module} is a function"
+            case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if (
+                bound == name
+            ):
+                return self._limits.why_not(statement, self._tree)
             case ast.Assign() | ast.AnnAssign() if name in _names_in(statement):
                 is_made = isinstance(statement.value, _MADE) and not rest
-                return "" if is_made else f"{self._module} does not define {name!r}, but aliases another object"
+                if is_made:
+                    return self._limits.why_not(statement, self._tree)
+                return f"{self._module} does not define {name!r}, but aliases another object"
             case ast.Import(names=names) if any(_bound_by(each) == name for each in names):
                 return f"{self._module} does not define {name!r}: it imports a module under this name"
             case ast.ImportFrom(names=names):
@@ -109,11 +134,11 @@ class _Source:
             module = self._imported_from(statement)
         except ImportError as error:
             return f"{self._module}: {error}"
-        return _why_not(module, path, self._packages, self._imports_left - 1)
+        return _why_not(module, path, replace(self._limits, imports_left=self._limits.imports_left - 1))
 
     def _is_trusted(self, statement: ast.ImportFrom) -> bool:
         try:
-            return _is_in(self._imported_from(statement), self._packages)
+            return _is_in(self._imported_from(statement), self._limits.packages)
         except ImportError:
             return False
 

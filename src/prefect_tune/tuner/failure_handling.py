@@ -59,13 +59,13 @@ class FailureHandler:
         """Return the experiment, in which no trial runs any more.
 
         Raises:
-            TrialFailed: this run of a search has trained nothing, since an import failed. No trial was given up: the
-                next run tries again those that were begun.
+            TrialFailed: this run of a search has trained nothing, since the trainable could not be loaded. No trial was
+                given up: the next run tries again those that were begun.
         """
         if self._unimportable:
             raise TrialFailed(
-                "nothing was trained, since an import failed where the trials run: correct it, and start the search "
-                f"again under the same name. The first failure was in {self._unimportable}"
+                "nothing was trained, since the trainable could not be loaded where the trials run: correct it, and "
+                f"start the search again under the same name. The first failure was in {self._unimportable}"
             )
         return ended
 
@@ -127,12 +127,12 @@ class FailureHandler:
         before, had = self._lost.get(trial, (0, saved))
         count = 1 if saved > had else before + 1
         self._lost[trial] = (count, saved)
-        self._log.warning("trial %s: attempt lost: %s", trial, first_line(why))
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
             self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
         else:
+            self._pending_entry.lost(trial, why)
             self._startable.append(trial)
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:

@@ -55,6 +55,10 @@ class PendingEntry:
             for happening in trial.past[before - self.state.happened :]:
                 self._policy.record(trial, happening)
 
+    def lost(self, trial: str, why: str) -> None:
+        """Pass on to the listener that an attempt of `trial` ended without journaling its end."""
+        self._listener.lost(self.state.trial(trial), why)
+
     def follow(self, events: Sequence[Event], experiment: Experiment) -> None:
         """Take over an entry that the attempt of a single training has written to this journal.
 

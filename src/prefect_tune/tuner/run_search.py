@@ -49,6 +49,7 @@ from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.prefect_api.returned_failure import failed_by
+from prefect_tune.prefect_api.task_runner import max_workers_of
 from prefect_tune.results.results import Results
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -135,7 +136,7 @@ def _searched(turn: Turn) -> Results:
             log_opening(now, state, slots, _where(plan), log)
             with (
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
-                subscribers.listening(journal_writer, stop, log) as listener,
+                subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
                 driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)
                 return driver.run(stop_requests)
@@ -247,21 +248,33 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
     require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
-    return _local_executor(spec, slots := slots_here(plan)), slots
+    return _local_executor(spec, slots := slots_here(plan, _max_workers())), slots
 
 
 def _where(plan: SearchPlan) -> str:
     if plan.trials == "deployment":
         return f"as runs of the deployment {plan.trial_deployment!r}"
-    runner = _runner_elsewhere()
-    return "on this machine" if runner is None else f"by the {type(runner).__name__}"
+    if (runner := _runner_elsewhere()) is not None:
+        return f"by the {type(runner).__name__}"
+    most = _max_workers()
+    return "on this machine" if most is None else f"on this machine (its task runner has max_workers={most})"
 
 
 def _runner_elsewhere() -> TaskRunner[Any] | None:
     """Return the flow's task runner; None if it is a thread pool of this process."""
-    context = FlowRunContext.get()
-    runner = context.task_runner if context is not None else None
+    runner = _task_runner()
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
+
+
+def _max_workers() -> int | None:
+    """Return the limit of the flow's task runner, if it is a thread pool of this process with a limit."""
+    runner = _task_runner()
+    return max_workers_of(runner) if isinstance(runner, ThreadPoolTaskRunner) else None
+
+
+def _task_runner() -> TaskRunner[Any] | None:
+    context = FlowRunContext.get()
+    return context.task_runner if context is not None else None
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def test_a_score_is_to_be_large() -> None:
     asked.add("a", "b", "c")
     pauses = [asked.report(trial, 1, score) for trial, score in (("a", 0.9), ("b", 0.8), ("c", 0.7))]
     assert asked.resume() == "a"
-    assert pauses[2] == Pause(reason="score = 0.7 at step 1: number 3 of 3, of which 1 are promoted")
+    assert pauses[2] == Pause(reason="score = 0.7 at step 1: number 3 of 3, of which 1 is promoted")
 
 
 def test_the_highest_rung_with_somebody_to_promote_comes_first() -> None:
@@ -177,7 +177,7 @@ def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_othe
     assert isinstance(asked.report("b", 9, 0.1), Stop)
     asked.end("b")
     assert asked.schedule.resume_next() is None
-    reason = "loss = 0.3 at step 1: number 3 of 3, of which 1 are promoted"
+    reason = "loss = 0.3 at step 1: number 3 of 3, of which 1 is promoted"
     assert asked.schedule.stop_next() == ("a", Stop(reason=reason))
     assert asked.stop_all() == ["a", "c"]
 

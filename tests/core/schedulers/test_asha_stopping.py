@@ -56,6 +56,15 @@ def test_a_score_is_to_be_large() -> None:
     assert stop.reason == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
 
 
+def test_a_trial_that_one_other_ends_is_said_to_be_judged_by_one() -> None:
+    asked = Asked(ASHA(max_t=9, reduction_factor=2), SCORE)
+    asked.add("a", "b")
+    assert asked.says("a", 1, 0.5) == "continue"
+    stop = asked.report("b", 1, 0.25)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "score = 0.25 at step 1: needed score = 0.5 or better, judging by 1 trial before it"
+
+
 def test_at_max_t_everybody_stops_however_good() -> None:
     asked = Asked(ASHA(max_t=9))
     asked.add("a")

@@ -20,7 +20,7 @@ def register_blocks() -> None:
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.strict_block import StrictBlock
     from prefect_tune.blocks.targets import TARGET_TYPES
-    from prefect_tune.prefect_api.api_client import or_said
+    from prefect_tune.deploy.api_client import or_said
 
     kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)
     with or_said("blocks"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.core.models import TrialId
+from prefect_tune.core.models import TrialId, plural
 from prefect_tune.core.schedulers.asha_brackets import Brackets, Climb, Climbing
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.schedulers.common import shown
@@ -92,6 +92,6 @@ class PromotionSchedule(Climbing):
 
     def _standing(self, rung: Rung, place: RungEntry) -> str:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
-        promoted = rung.quota(self._brackets.reduction_factor)
-        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted} are promoted"
+        promoted = plural(rung.quota(self._brackets.reduction_factor), "is promoted", "are promoted")
+        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted}"
         return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"

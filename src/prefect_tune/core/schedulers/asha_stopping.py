@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.models import TrialId
+from prefect_tune.core.models import TrialId, plural
 from prefect_tune.core.schedulers.asha_brackets import Climb, Climbing
 from prefect_tune.core.schedulers.base import Continue, Decision, Stop
 from prefect_tune.core.schedulers.common import shown
@@ -27,7 +27,8 @@ class StoppingSchedule(Climbing):
         rung.admit(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        needed = f"needed {shown(cutoff, self._objective)} or better, judging by {before} trials before it"
+        judges = plural(before, "trial", "trials")
+        needed = f"needed {shown(cutoff, self._objective)} or better, judging by {judges} before it"
         climb.stopped = Stop(reason=f"{shown(loss, self._objective)} at step {rung.step}: {needed}")
         return climb.stopped
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import TrialId
+from prefect_tune.core.models import TrialId, plural
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -159,7 +159,8 @@ class _HyperbandSchedule(Schedule):
                 self._to_resume[trial] = None
             else:
                 shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
-                standing = f"number {rank + 1} of {len(ranking)}, of which {bracket.places} continue"
+                continuing = plural(bracket.places, "continues", "continue")
+                standing = f"number {rank + 1} of {len(ranking)}, of which {continuing}"
                 self._to_stop[trial] = Stop(reason=f"{shown_loss}: {standing}")
 
     def _first_to_resume(self) -> TrialId | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import plural
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.config_inverse import holds
 from prefect_tune.core.search.domains import Grid, domains_in
@@ -92,7 +93,7 @@ class _RandomProposals(Proposals):
 
     def suggest(self, number: int) -> Suggestion:
         if not self._waiting and self._next >= self._points * self._samples > 0:
-            of_a_grid = f"{self._samples} samples of each of {self._points} grid points"
+            of_a_grid = f"{plural(self._samples, 'sample', 'samples')} of each of {self._points:,} grid points"
             return Exhausted(of_a_grid if self._points > 1 else f"samples drawn: {self._samples} of {self._samples}")
         given = self._waiting[0][1] if self._waiting else {}
         fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}

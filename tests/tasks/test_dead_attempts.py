@@ -1,0 +1,131 @@
+"""Which task runs are set to Crashed when another owner takes a journal over: those of attempts that are dead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed, Crashed, Running, Scheduled
+from prefect.types import DateTime
+
+import prefect_tune as pt
+from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.tasks.dead_attempts import attempts_of, settle_dead_attempts
+from prefect_tune.tasks.trial_attempt import run_trial
+
+HERE, ELSEWHERE = socket.gethostname(), "another-machine"
+ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_trial, "my own name": pt.run_trial}
+NEXT = Owner(name="next", host=HERE, pid=os.getpid(), flow_run=str(uuid4()))
+
+
+@flow(name="dies")
+def _dies() -> None:
+    """Stands for the flow of the dead owner."""
+
+
+@task(name="prepare")
+def _prepare() -> None:
+    """A task of the user."""
+
+
+@pytest.fixture
+def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
+    assert prefect_server
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def flow_run_in(client: SyncPrefectClient, state: State[Any]) -> UUID:
+    """Create a flow run in this state, with running attempts and a running task of the user's."""
+    run = client.create_flow_run(_dies).id
+    for name, each in {**ATTEMPTS, "prepare": _prepare}.items():
+        client.create_task_run(task=each, flow_run_id=run, dynamic_key=name, name=name, state=Running())
+    client.set_flow_run_state(run, state, force=True)
+    return run
+
+
+def left_by(owner: Owner) -> Experiment:
+    """The experiment of a single training whose attempt was running."""
+    state = nothing_yet("e").model_copy(update={"owner": owner})
+    state = after_event(state, TrialAdded(trial="trial", config={}), 1)
+    return after_event(state, Started(trial="trial", attempt=1, from_step=0), 2)
+
+
+def states_after_a_takeover(client: SyncPrefectClient, owner: Owner) -> Mapping[str, str | None]:
+    settle_dead_attempts(left_by(owner), NEXT)
+    for each in threading.enumerate():
+        if each.name == "settle-dead-attempts":
+            each.join(timeout=60)
+    assert owner.flow_run is not None
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(owner.flow_run)]))
+    runs = client.read_task_runs(flow_run_filter=only)
+    return {each.name: each.state_name for each in runs}
+
+
+def _ended_process() -> int:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
+
+
+@pytest.mark.parametrize(
+    ("state", "host", "pid"),
+    [
+        (Crashed, ELSEWHERE, os.getpid),
+        (Completed, HERE, os.getpid),
+        (Scheduled, ELSEWHERE, os.getpid),
+        (Running, HERE, _ended_process),
+    ],
+    ids=["crashed", "completed here", "started again", "its process is gone"],
+)
+def test_attempts_of_a_flow_run_that_is_known_to_be_dead_are_crashed_whatever_their_names(
+    client: SyncPrefectClient, state: Callable[[], State[Any]], host: str, pid: Callable[[], int]
+) -> None:
+    dead = Owner(name="dead", host=host, pid=pid(), flow_run=str(flow_run_in(client, state())))
+    found = states_after_a_takeover(client, dead)
+    assert found == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
+
+
+@pytest.mark.parametrize(("host", "pid"), [(HERE, os.getpid), (ELSEWHERE, _ended_process)], ids=["here", "elsewhere"])
+def test_attempts_of_a_flow_run_that_is_alive_keep_their_states(
+    client: SyncPrefectClient, host: str, pid: Callable[[], int]
+) -> None:
+    alive = Owner(name="alive", host=host, pid=pid(), flow_run=str(flow_run_in(client, Running())))
+    assert set(states_after_a_takeover(client, alive).values()) == {"Running"}
+
+
+def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:
+    earlier = Owner(name="earlier", host=HERE, pid=os.getpid(), flow_run=str(flow_run_in(client, Crashed())))
+    settle_dead_attempts(nothing_yet("e"), earlier)
+    assert set(states_after_a_takeover(client, earlier).values()) == {"Running"}
+
+
+def _task_run(run_count: int, key: str = run_trial.task_key, *, has_begun: bool = True) -> TaskRun:
+    begun = DateTime.now("UTC") if has_begun else None
+    return TaskRun(task_key=key, dynamic_key="0", flow_run_run_count=run_count, start_time=begun)
+
+
+def test_after_a_retry_of_the_flow_run_its_present_attempts_are_left_alone() -> None:
+    dead = Owner(name="dead", host=HERE, pid=1, flow_run=str(uuid4()))
+    is_dead = attempts_of(dead, run_count=2)
+    assert is_dead(_task_run(1))
+    assert not is_dead(_task_run(2))
+    assert not is_dead(_task_run(0, has_begun=False)), "it may be one of the present ones"
+    assert not is_dead(_task_run(1, _prepare.task_key))
+
+
+def test_an_owner_that_names_its_task_run_was_that_attempt_alone() -> None:
+    run = _task_run(1)
+    assert attempts_of(Owner(name="o", host=HERE, pid=1, task_run=str(run.id)), None)(run)
+    assert not attempts_of(Owner(name="o", host=HERE, pid=1, task_run=str(uuid4())), None)(run)
