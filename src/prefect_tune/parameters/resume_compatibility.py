@@ -83,7 +83,7 @@ def _how_to_continue(state: Experiment) -> str:
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
             "belongs to a flow of your own, not to a search: run that flow again with the same target and "
-            f"experiment (or Retry its last flow run, {owner}), and it continues from the newest checkpoints"
+            f"experiment, or Retry its last run, {owner}; it continues from the newest checkpoints"
         )
     return (
         "is a single training, not a search: call pt.durable_trainable(...) again, with the same target and experiment"
