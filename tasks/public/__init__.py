@@ -1,4 +1,4 @@
-"""The public tasks, one file each: plain arguments, resolved once, and then the functions of the engine's own tasks.
+"""The public tasks: plain arguments, resolved once, and then the functions that the engine's own tasks run.
 
 `prefect_tune.tasks` exports them.
 """
