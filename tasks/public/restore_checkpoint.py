@@ -102,8 +102,8 @@ def _newest_good(asked: RestoreArguments, found: Trial | None) -> RestoredCheckp
         return None
     raise ResumeFailed(
         f"trial {asked.trial!r} of {asked.experiment!r} at {asked.target.uri}: all its committed checkpoints are "
-        "damaged. Nothing was restarted from zero: repair the damaged objects and release the checkpoints (prefect-tune "
-        "verify --release), or train under another trial name"
+        "damaged. Nothing was restarted from zero: repair the damaged objects and release the checkpoints "
+        "(prefect-tune verify --release), or train under another trial name"
     )
 
 

@@ -94,12 +94,16 @@ def test_a_target_that_refuses_from_the_beginning_is_an_error_at_once(
     bucket: RefusingBucket, place: dict[str, Any]
 ) -> None:
     bucket.refusals = 100
-    for first in (pt.restore_experiment_state, pt.restore_checkpoint):
 
-        @flow
-        def begins(first: Any = first) -> None:
-            at_once(first)(**place)
+    @flow
+    def opens() -> None:
+        at_once(pt.restore_experiment_state)(**place)
 
+    @flow
+    def restores() -> None:
+        at_once(pt.restore_checkpoint)(**place)
+
+    for begins in (opens, restores):
         with pytest.raises(pt.StoreRefused, match="the token has expired"):
             begins()
     assert bucket.refused == 2
