@@ -18,6 +18,7 @@ from prefect_tune.parameters.form_schema import (
     SyncField,
     TargetField,
 )
+from prefect_tune.parameters.resume_compatibility import require_search
 from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
 from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -144,8 +145,5 @@ def _found(target: StorageTarget, experiment: str) -> LoadedJournal:
     state = known.experiment
     if not state.number:
         raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
-    if not state.settings:
-        raise InvalidInput(
-            f"experiment {experiment!r} at {target.uri} is not a search: resume it with pt.durable_trainable(...)"
-        )
+    require_search(state, target.uri)
     return known

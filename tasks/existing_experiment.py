@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.resume_mode import Resuming
 from prefect_tune.tasks.experiment_state import no_experiment_at, read_journal
 
-__all__ = ["read_known", "read_or_fail", "require_presence"]
+__all__ = ["read_known", "read_or_fail", "read_undamaged", "require_presence"]
 
 
 def require_presence(
@@ -54,6 +54,23 @@ def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
         ResumeFailed: it cannot be read, and retries do not help.
     """
     try:
+        return read_undamaged(target, experiment)
+    except StoreRefused as error:
+        raise _not_resumed(target, experiment, error) from error
+
+
+def read_undamaged(target: StorageTarget, experiment: str) -> LoadedJournal:
+    """As `read_known`, for a caller that retries refusals.
+
+    Raises:
+        ResumeFailed: it is damaged, or of an unknown version.
+        StoreRefused: the target refuses access.
+    """
+    try:
         return read_journal(target, experiment)
-    except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
-        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started") from error
+    except (JournalCorrupt, UnknownVersion) as error:
+        raise _not_resumed(target, experiment, error) from error
+
+
+def _not_resumed(target: StorageTarget, experiment: str, why: TuneError) -> ResumeFailed:
+    return ResumeFailed(f"experiment {experiment!r} at {target.uri}: {why}. Nothing was started")

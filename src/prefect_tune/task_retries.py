@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKING",
     "RETRYING",
+    "RETRYING_REFUSALS",
     "is_away",
+    "is_targets_failure",
     "is_transient",
     "is_unavailable",
     "may_pass",
@@ -103,6 +105,16 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
     return may_pass(state.result(raise_on_failure=False))
 
 
+def is_targets_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """As `is_transient`, and retry `StoreRefused` too: for a task that stores what a flow of one's own has trained.
+
+    Such a task does not know whether the target has served its flow run before, as `retrying_refusals` requires; a
+    flow that fails at once when credentials expire would lose the steps since its last checkpoint.
+    """
+    error = state.result(raise_on_failure=False)
+    return may_pass(error) or (isinstance(error, StoreRefused) and not _is_abandoned())
+
+
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """As `is_transient`, for the first task of a run, without `StoreRefused`: that target has never served the run."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not _is_abandoned()
@@ -151,6 +163,9 @@ RETRYING: dict[str, Any] = {
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
 }
+
+# Options of the tasks of a flow of one's own that follow its training.
+RETRYING_REFUSALS: dict[str, Any] = {**RETRYING, "retry_condition_fn": is_targets_failure}
 
 # Options of the first task of a run.
 CHECKING: dict[str, Any] = {

@@ -18,7 +18,7 @@ from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_entry import delete_retired, find_doomed
 from prefect_tune.tasks.public.ownership import append_beside_others, require_same
 
-__all__ = ["begin_attempt", "opening_events", "trying_again", "write"]
+__all__ = ["begin_attempt", "opening_events", "restarted", "trying_again", "write"]
 
 _TRIES = 16
 _Result = TypeVar("_Result")
@@ -66,18 +66,25 @@ def opening_events(
     """Return the events after which the trial runs and may report `step`; none if it may already."""
     if trial is None:
         return [TrialAdded(trial=name, config=config or {}), Started(trial=name, attempt=1, from_step=0)]
+    started = _next_start(trial)
+    if trial.phase is Phase.RUNNING:
+        why = f"step {step} is trained again, after step {started.from_step}"
+        return [] if step >= trial.step else restarted(trial, why)
+    if trial.phase in ENDED:
+        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
+    return [started]
+
+
+def restarted(trial: Trial, why: str) -> Sequence[Event]:
+    """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), _next_start(trial)]
+
+
+def _next_start(trial: Trial) -> Started:
     newest = newest_checkpoint(trial)
-    started = Started(
-        trial=name,
+    return Started(
+        trial=trial.trial,
         attempt=trial.attempt + 1,
         from_step=newest.step if newest else 0,
         from_sequence=newest.sequence if newest else None,
     )
-    if trial.phase is Phase.RUNNING:
-        if step >= trial.step:
-            return []
-        message = f"step {step} is trained again, after step {started.from_step}"
-        return [AttemptEnded(trial=name, cause=Cause.PREEMPTED, message=message), started]
-    if trial.phase in ENDED:
-        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
-    return [started]

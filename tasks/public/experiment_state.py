@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from prefect import task
 
-from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
@@ -20,20 +19,15 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import StepReport, valid_name
-from prefect_tune.parameters.training_request import storable_config
-from prefect_tune.task_retries import RETRYING
-from prefect_tune.tasks.public.arguments import TargetLike, trial_key, valid_step
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.models import StepReport
+from prefect_tune.task_retries import RETRYING, RETRYING_REFUSALS
+from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments, TargetLike
 from prefect_tune.tasks.public.attempts import opening_events, trying_again, write
 from prefect_tune.tasks.public.ownership import own
 from prefect_tune.tasks.public.results import ExperimentState, experiment_state
 
 __all__ = ["restore_experiment_state", "sync_experiment_state"]
-
-_End: TypeAlias = Literal["completed", "paused", "errored"]
-_ENDS: tuple[_End, ...] = ("completed", "paused", "errored")
 
 
 @task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
@@ -58,11 +52,11 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
         ResumeFailed: it exists and cannot be read. Nothing was started.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    place = resolve_target(target)
-    return experiment_state(place, own(place, valid_name(experiment)))
+    asked = ExperimentArguments(**locals())
+    return experiment_state(asked.target, own(asked.target, asked.experiment))
 
 
-@task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING)
+@task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
 def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, each with its default
     *,
     target: TargetLike,
@@ -70,7 +64,7 @@ def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, e
     trial: str = "trial",
     reports: Mapping[int, Mapping[str, Any]] | None = None,
     config: Mapping[str, Any] | None = None,
-    status: _End | None = None,
+    status: End | None = None,
     reason: str = "",
 ) -> ExperimentState:
     """Write what a checkpoint does not say into the experiment's journal: reports, a configuration, a trial's end.
@@ -82,8 +76,9 @@ def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, e
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; it is added if it is new.
-        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps up to the
-            trial's newest one are in the journal already and are left out. A checkpoint journals its own step.
+        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps that are in the
+            journal already are left out: those up to the newest one of this attempt, or, where the attempt has yet to
+            begin, up to the checkpoint that it continues from. A checkpoint journals its own step.
         config: the trial's configuration, for a new trial; one that exists must have the same.
         status: how the trial ends: `completed` for good; `paused`, to be continued by a later run; `errored`. A later
             save continues any of them. Default: it does not end.
@@ -99,33 +94,18 @@ def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, e
         ResumeFailed: the experiment exists and cannot be read.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    if status is not None and status not in _ENDS:
-        raise InvalidInput(f"status: expected one of {', '.join(_ENDS)}, or none, found {status!r}")
-    place, name = resolve_target(target), trial_key(experiment, trial).trial
-    steps, wanted = _reports(reports or {}), None if config is None else storable_config(config)
-
-    def synced() -> Experiment:
-        state = own(place, experiment)
-        found = state.trials.get(name)
-        _require_same_config(found, name, state, wanted)
-        begun = _begun(found, name, steps, wanted, status)
-        ends = status is not None and (bool(begun) or found is None or found.status != status)
-        events = [*begun, *_ended(name, status if ends else None, reason)]
-        return write(place, state, name, events) if events else state
-
-    return experiment_state(place, trying_again(synced))
+    asked = SyncArguments(**locals())
+    return experiment_state(asked.target, trying_again(lambda: _synced(asked)))
 
 
-def _reports(reports: Mapping[int, Mapping[str, Any]]) -> Sequence[StepReport]:
-    """Return the reports in the order of their steps, which JSON parameters have as text."""
-    try:
-        numbered = {int(step): metrics for step, metrics in reports.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}: {error}") from error
-    return [
-        StepReport(step=valid_step(step), metrics=storable(numbered[step], f"reports, step {step}"))
-        for step in sorted(numbered)
-    ]
+def _synced(asked: SyncArguments) -> Experiment:
+    state, name = own(asked.target, asked.experiment), asked.trial
+    found = state.trials.get(name)
+    _require_same_config(found, name, state, asked.config)
+    begun = _begun(found, asked)
+    ends = asked.status is not None and (bool(begun) or found is None or found.status != asked.status)
+    events = [*begun, *_ended(name, asked.status if ends else None, asked.reason)]
+    return write(asked.target, state, name, events) if events else state
 
 
 def _require_same_config(
@@ -138,23 +118,34 @@ def _require_same_config(
         )
 
 
-def _begun(
-    found: Trial | None,
-    name: str,
-    reports: Sequence[StepReport],
-    config: Mapping[str, object] | None,
-    status: _End | None,
-) -> Sequence[Event]:
+def _begun(found: Trial | None, asked: SyncArguments) -> Sequence[Event]:
     """Return the events of the reports that are new, after those with which an attempt begins."""
-    new = [each for each in reports if found is None or each.step > found.step]
-    told = [Reported(trial=name, report=each) for each in new]
-    if told or (status is not None and (found is None or found.status != status)):
+    new = _new_reports(found, asked.reports)
+    told = [Reported(trial=asked.trial, report=each) for each in new]
+    if told or (asked.status is not None and (found is None or found.status != asked.status)):
         step = new[0].step if new else (found.step if found else 0)
-        return [*opening_events(found, name, step, config), *told]
-    return [TrialAdded(trial=name, config=config or {})] if found is None else []
+        return [*opening_events(found, asked.trial, step, asked.config), *told]
+    return [TrialAdded(trial=asked.trial, config=asked.config or {})] if found is None else []
 
 
-def _ended(name: str, status: _End | None, reason: str) -> Sequence[Event]:
+def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
+    """Return the reports that are not in the journal yet.
+
+    A trial that does not run continues from its newest checkpoint, so that later steps are trained again, and are new.
+    But one that has ended by the same reports is complete: the same call is made a second time.
+    """
+    if found is None:
+        return reports
+    if found.phase is Phase.RUNNING:
+        return [each for each in reports if each.step > found.step]
+    last = reports[-1] if reports else None
+    if found.phase is not Phase.PENDING and last and (last.step, last.metrics) == (found.step, found.metrics):
+        return []
+    newest = newest_checkpoint(found)
+    return [each for each in reports if each.step > (newest.step if newest else 0)]
+
+
+def _ended(name: str, status: End | None, reason: str) -> Sequence[Event]:
     why = reason or f"its flow run said {status}"
     match status:
         case None:

@@ -21,11 +21,12 @@ from prefect_tune.core.journal.epochs import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.parameters.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import Writer
 from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer
 from prefect_tune.task_retries import with_retries
-from prefect_tune.tasks.existing_experiment import read_known
+from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.experiment_state import Opening, append_entry, check_target, open_journal
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
@@ -47,22 +48,25 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
 
     Raises:
         Superseded: this flow run owned the experiment, and another one has taken it over.
-        InvalidInput: the experiment is a search, which writes its own journal.
+        InvalidInput: the experiment is a search, which writes its own journal; or the target serves one process only,
+            and the flow has a task runner with others.
         ResumeFailed: its journal is damaged, or it is being deleted; nothing was started.
+        StoreRefused: the target refuses access.
     """
     with _writing[target.uri, experiment]:
-        me, known = this_writer(), read_known(target, experiment)
+        me, known = this_writer(), read_undamaged(target, experiment)
         while not is_same_writer(known.experiment.owner, me):
             _require_ours(known.experiment, target)
             _require_not_superseded(known.experiment, target, me)
             with suppress(_OpenedMeanwhileError):
                 return _opened(target, known, me)
-            known = read_known(target, experiment)
+            known = read_undamaged(target, experiment)
         return known.experiment
 
 
 def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experiment:
-    check_target.fn(target)
+    if not check_target.fn(target).conditional_create and (runner := runner_elsewhere()) is not None:
+        require_one_runner(target.uri, exploiting="", elsewhere=f"task runner: {type(runner).__name__}")
 
     def also(found: Experiment) -> Sequence[Event]:
         if is_same_writer(found.owner, me):

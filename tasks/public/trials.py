@@ -19,6 +19,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.models import first_line
+from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.limits import require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
@@ -28,9 +29,9 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.task_retries import RETRYING, retrying_refusals, run_log
+from prefect_tune.task_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
-from prefect_tune.tasks.public.arguments import TargetLike, trial_key
+from prefect_tune.tasks.public.arguments import TargetLike, TrialArguments
 from prefect_tune.tasks.public.attempts import trying_again, write
 from prefect_tune.tasks.public.ownership import own, writer_of_trial
 from prefect_tune.tasks.public.results import TrialState, trial_state
@@ -39,7 +40,7 @@ from prefect_tune.tasks.trial_attempt import has_had_enough, run_attempt
 __all__ = ["run_trial"]
 
 
-@task(name="run-trial", task_run_name="train {trial}", **RETRYING)
+@task(name="run-trial", task_run_name="train {trial}", **RETRYING_REFUSALS)
 def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are the options of a training
     trainable: Any,
     config: Mapping[str, Any] | None = None,
@@ -86,19 +87,22 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
         TrialFailed: the attempt failed, or asks a person. Call it again: it continues from the newest checkpoint. The
             task is retried by itself after failures of the target only; pass `retry_condition_fn` to
             `.with_options` for more.
-        InvalidInput: an argument is invalid, or does not fit the trial; nothing was started.
+        InvalidInput: an argument is invalid, does not fit the trial, or names a trainable that does not exist; nothing
+            was started.
         Superseded: another flow run has taken the experiment over, or another task the trial. Stop.
         ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except these two
     given.pop("config")
-    given.pop("trial")
+    folder = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial")).folder
     plan = SearchPlan(**given)
     stopper = stopper_of_one_trial(plan.stopper)
-    spec = replace(trial_spec(plan, stopper), trial=trial_key(plan.experiment, trial), apart=False)
+    spec = replace(trial_spec(plan, stopper), trial=folder, apart=False)
     require_possible(spec)
-    return _trained(spec, storable_config(config), stopper)
+    plain = storable_config(config)
+    require_importable(plan.trainable, plan.isolation, run_log())
+    return _trained(spec, plain, stopper)
 
 
 def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> TrialState:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import prefect_tune as pt
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import files_in, write
 from tests.fakes.command_line import Run
+from tests.fakes.processes import free_port
 
 
 def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, tmp_path: Path) -> None:
@@ -31,3 +34,20 @@ def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, t
     restored = pt.restore_checkpoint.fn(trial="b", step=1, **place)
     assert restored is not None
     assert (restored.directory / "w").read_bytes() == b"b 1"
+
+
+def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "runs"
+    pt.save_checkpoint.fn(write(tmp_path / "a", {"w": b"1"}), target=target, experiment="own", step=1)
+    before = files_in(target)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    for options in ([], ["--fork", "copy"]):
+        done = run("resume", target, "own", *options)
+        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+        assert done.err.startswith(
+            f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
+            "run that flow again with the same target and experiment, or Retry its last run, script "
+        )
+    assert files_in(target) == before

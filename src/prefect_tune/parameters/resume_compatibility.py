@@ -19,6 +19,7 @@ __all__ = [
     "require_goes_on",
     "require_same",
     "require_same_training",
+    "require_search",
     "say_code",
     "say_errored",
     "say_space",
@@ -53,10 +54,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     """
     require_goes_on(state)
     if not all(trial.apart for trial in state.trials.values()):
-        raise InvalidInput(
-            f"experiment {state.name!r} is a single training, not a search: resume it by pt.durable_trainable(...), "
-            "or choose another experiment name"
-        )
+        raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
     for name, why in _FIXED.items():
         before, now = state.settings.get(name, "the default"), settings.get(name, "the default")
         if state.trials and before != now:
@@ -64,6 +62,32 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{why}. Pass {before!r}, or choose another experiment name"
             )
+
+
+def require_search(state: Experiment, uri: str) -> None:
+    """Require a search: no other experiment has settings in its journal, by which it can be resumed.
+
+    Raises:
+        InvalidInput: the experiment is a single training, or that of a flow of one's own.
+    """
+    if not state.settings:
+        raise InvalidInput(f"experiment {state.name!r} at {uri} {_how_to_continue(state)}")
+
+
+def _how_to_continue(state: Experiment) -> str:
+    """Return what an experiment is that is no search, and what continues it."""
+    owner = state.owner
+    if not state.trials and not (owner and owner.attempt):
+        return "has no trials and no settings yet: call again what began it, with the same target and experiment"
+    # The public tasks count the tries of their flow run; a trial that only they save has no trainable.
+    if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
+        return (
+            "belongs to a flow of your own, not to a search: run that flow again with the same target and "
+            f"experiment, or Retry its last run, {owner}; it continues from the newest checkpoints"
+        )
+    return (
+        "is a single training, not a search: call pt.durable_trainable(...) again, with the same target and experiment"
+    )
 
 
 def require_same_training(state: Experiment, plan: TrialSpec, config: Mapping[str, object]) -> None:

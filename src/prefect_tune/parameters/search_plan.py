@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, model_validator
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
@@ -33,6 +33,7 @@ from prefect_tune.parameters.training_request import (
     stopper_for,
     valid_trainable,
 )
+from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
@@ -76,7 +77,7 @@ def space_of(space: Mapping[str, Any]) -> dict[str, object]:
     return space_from_json(space, load=lambda name: cast("Function", load_named(name, "sample_from")))
 
 
-class SearchPlan(Value):
+class SearchPlan(ValidatedParameters):
     """The parameters of `prefect_tune.flows.tune.tune`, which documents them, parsed and validated.
 
     The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
@@ -85,8 +86,6 @@ class SearchPlan(Value):
     Raises:
         InvalidInput: a parameter is invalid, or does not fit another one.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     trainable: Annotated[Any, AfterValidator(valid_trainable)]
     target: Annotated[InstanceOf[StorageTarget], BeforeValidator(resolve_target)]
@@ -124,15 +123,6 @@ class SearchPlan(Value):
     rerun_errored: RerunErrored = False
     warm_start: list[str] | None = None
     on_code_change: Literal["warn", "refuse"] = "warn"
-
-    def __init__(self, **parameters: Any) -> None:
-        invalid: Exception | None = None
-        try:
-            super().__init__(**parameters)
-        except ValidationError as error:
-            invalid = _first_cause(error)
-        if invalid is not None:
-            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
@@ -249,15 +239,6 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         concurrency_limits=existing_limits(plan.concurrency_limits or ()),
         apart=True,
     )
-
-
-def _first_cause(invalid: ValidationError) -> Exception:
-    """Return the error that a validator raised; else the first of pydantic's, without the value."""
-    first = invalid.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Exception):
-        return cause
-    return InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 def _json_of(name: str, value: Any) -> object | None:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from prefect.context import FlowRunContext
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["require_one_runner"]
+__all__ = ["require_one_runner", "runner_elsewhere"]
+
+
+def runner_elsewhere() -> TaskRunner[Any] | None:
+    """Return the flow's task runner; None if it is a thread pool of this process."""
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
 def require_one_runner(uri: str, *, exploiting: str, elsewhere: str) -> None:

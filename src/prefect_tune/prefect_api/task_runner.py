@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 
+from prefect.context import FlowRunContext
 from prefect.task_runners import ThreadPoolTaskRunner
 
-__all__ = ["max_workers_of"]
+__all__ = ["max_workers_here"]
 
 
-def max_workers_of(runner: ThreadPoolTaskRunner[object]) -> int | None:
-    """Return the runner's `max_workers`, as given or set for all of them; None if it is unlimited."""
-    found = getattr(runner, "_max_workers", None)
+def max_workers_here() -> int | None:
+    """Return `max_workers` of this flow's task runner, as given or set; None if it is unlimited, or no thread pool."""
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    found = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
     return found if isinstance(found, int) and found < sys.maxsize else None

@@ -16,10 +16,10 @@ from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.parameters.source_definitions import is_module_name, why_not_defined
 from prefect_tune.stores.local.folder_ownership import why_not_own
 from prefect_tune.tasks.existing_experiment import read_or_fail
 from prefect_tune.trust.code_choices import CodeChoice, code_choices
-from prefect_tune.trust.source_definitions import is_module_name, why_not_defined
 
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable of the trusted packages, separated by commas, for a machine or a work pool."""

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
 
-from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
@@ -25,7 +22,6 @@ from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
-from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
@@ -36,6 +32,7 @@ from prefect_tune.monitoring.event_builder import EventContext, budgets_of
 from prefect_tune.monitoring.event_emitter import this_run
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
+from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.limits import SearchLimits, require_possible, warn_of_limits
 from prefect_tune.parameters.resume_compatibility import (
     require_code,
@@ -45,11 +42,11 @@ from prefect_tune.parameters.resume_compatibility import (
     say_space,
 )
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.parameters.target_requirements import require_one_runner
+from prefect_tune.parameters.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.prefect_api.returned_failure import failed_by
-from prefect_tune.prefect_api.task_runner import max_workers_of
+from prefect_tune.prefect_api.task_runner import max_workers_here
 from prefect_tune.results.results import Results
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -174,7 +171,7 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
     """Refuse a search with several writers of one journal if the target cannot keep them apart; write nothing."""
     if check_target(plan.target).conditional_create:
         return
-    runner = _runner_elsewhere()
+    runner = runner_elsewhere()
     there = "" if runner is None else f"task runner: {type(runner).__name__}"
     require_one_runner(
         plan.target.uri,
@@ -244,37 +241,20 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
         deployment = DeploymentLauncher(plan.trial_deployment, plan.trial_job_variables)
         deployment.require(spec)
         return nullcontext(RemoteExecutor(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(plan)
-    if (runner := _runner_elsewhere()) is not None:
+    if (runner := runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
     require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
-    return _local_executor(spec, slots := slots_here(plan, _max_workers())), slots
+    return _local_executor(spec, slots := slots_here(plan, max_workers_here())), slots
 
 
 def _where(plan: SearchPlan) -> str:
     if plan.trials == "deployment":
         return f"as runs of the deployment {plan.trial_deployment!r}"
-    if (runner := _runner_elsewhere()) is not None:
+    if (runner := runner_elsewhere()) is not None:
         return f"by the {type(runner).__name__}"
-    most = _max_workers()
+    most = max_workers_here()
     return "on this machine" if most is None else f"on this machine (its task runner has max_workers={most})"
-
-
-def _runner_elsewhere() -> TaskRunner[Any] | None:
-    """Return the flow's task runner; None if it is a thread pool of this process."""
-    runner = _task_runner()
-    return None if isinstance(runner, ThreadPoolTaskRunner) else runner
-
-
-def _max_workers() -> int | None:
-    """Return the limit of the flow's task runner, if it is a thread pool of this process with a limit."""
-    runner = _task_runner()
-    return max_workers_of(runner) if isinstance(runner, ThreadPoolTaskRunner) else None
-
-
-def _task_runner() -> TaskRunner[Any] | None:
-    context = FlowRunContext.get()
-    return context.task_runner if context is not None else None
 
 
 @contextmanager

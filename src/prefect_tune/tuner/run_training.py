@@ -21,7 +21,6 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.executors.import_check import require_importable
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventContext
@@ -31,6 +30,7 @@ from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import training_progress
 from prefect_tune.monitoring.search_log import SearchLog
+from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.limits import SearchLimits, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import experiment_state
-from prefect_tune.tasks.public import checkpoints, ownership
+from prefect_tune.tasks.public import ownership, save_checkpoint
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import write
 
@@ -62,14 +62,18 @@ class Caller:
     def save_again(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
         """Save as a retry of the last task run does."""
         self.task_run = self.task_run or f"{self.run}-{step}-{id(object())}"
-        place = {"target": self.target, "experiment": self.experiment, **more}
-        return pt.save_checkpoint.fn(self.directory(step, content), step=step, metrics={"loss": 1 / step}, **place)
+        place = {"target": self.target, "experiment": self.experiment, "metrics": {"loss": 1 / step}, **more}
+        return pt.save_checkpoint.fn(self.directory(step, content), step=step, **place)
 
     def restore(self, step: int | None = None, **more: Any) -> pt.RestoredCheckpoint | None:
         return pt.restore_checkpoint.fn(target=self.target, experiment=self.experiment, step=step, **more)
 
     def sync(self, **more: Any) -> pt.ExperimentState:
         return pt.sync_experiment_state.fn(target=self.target, experiment=self.experiment, **more)
+
+    def delete(self, step: int, **more: Any) -> int:
+        place = {"target": self.target, "experiment": self.experiment, **more}
+        return pt.delete_checkpoint.fn(step=step, **place)
 
     def state(self) -> Experiment:
         return load(self.bucket, self.experiment, side_by_side=map)
@@ -82,7 +86,7 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     calls = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
     identity: Callable[[], Owner] = calls.owner
     monkeypatch.setattr(ownership, "this_writer", identity)
-    monkeypatch.setattr(checkpoints, "task_run", _TaskRun(calls))
+    monkeypatch.setattr(save_checkpoint, "task_run", _TaskRun(calls))
     yield calls
     del BUCKETS[name]
 

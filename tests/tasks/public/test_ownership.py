@@ -18,8 +18,8 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.tasks.commit_entry import commit_entry
-from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.public import attempts, checkpoints, ownership
+from prefect_tune.tasks.existing_experiment import read_undamaged
+from prefect_tune.tasks.public import attempts, ownership, save_checkpoint
 from tests.fakes.checkpoints import files_in
 from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.experiments import write_search
@@ -110,9 +110,9 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save(1)
-    nothing, read = LoadedJournal(nothing_yet("e")), read_known
+    nothing, read = LoadedJournal(nothing_yet("e")), read_undamaged
     answers = iter([nothing])  # read before the other task had opened it
-    caller.patch.setattr(ownership, "read_known", lambda *place: next(answers, None) or read(*place))
+    caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
     state = caller.state()
     assert (state.epoch, state.trial("trial").attempt, state.trial("trial").step) == (1, 1, 2)
@@ -228,10 +228,10 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
         return commit_entry(*arguments)
 
-    caller.patch.setattr(checkpoints, "commit_entry", quarantining)
+    caller.patch.setattr(save_checkpoint, "commit_entry", quarantining)
     with pytest.raises(Crash):
         caller.save(2)
-    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
+    caller.patch.setattr(save_checkpoint, "commit_entry", commit_entry)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
     assert tries == [0, 1]
     overtaken, saved_again = sorted(_sequences(caller, step=2))

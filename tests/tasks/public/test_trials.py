@@ -99,6 +99,14 @@ def test_another_configuration_or_trainable_is_refused(tmp_path: Path) -> None:
         run(tmp_path, {"rate": 0.5}, stop=pt.MaxFailures(2))
 
 
+@pytest.mark.usefixtures("caller")
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_misspelt_trainable_is_refused_before_there_is_an_experiment(tmp_path: Path, isolation: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=r"has no 'Mody'; did you mean 'Moody'\?"):
+        pt.run_trial.fn("tests.trainables.moody:Mody", target=tmp_path / "runs", experiment="e", isolation=isolation)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path) -> None:
     run(tmp_path, trial="a")
     caller.begin("later")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
-from prefect_tune.cli.shared.open_target import opened
+from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.cli.shared.option_parsing import space_from
 from prefect_tune.cli.shared.search_in_process import checked, resume_command, search_in_this_process
 from prefect_tune.cli.shared.search_options import RESUME, parameters_from, takes
@@ -31,10 +31,12 @@ def resume(target: Target, experiment: ExperimentName, *, as_json: AsJson = Fals
 
 def _possible(experiment: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the parameters, and that the experiment can be resumed with them, before a flow run begins."""
+    from prefect_tune.parameters.resume_compatibility import require_search
     from prefect_tune.parameters.samples_per_run import require_no_fewer
 
     checked(parameters)
     with opened(parameters["target"], experiment) as (_, state):
+        require_search(state, place_at(parameters["target"]).uri)
         if not {"fork", "search"} & parameters.keys():
             require_no_fewer(parameters.get("num_samples"), state)
     return parameters

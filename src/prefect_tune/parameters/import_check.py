@@ -11,12 +11,12 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
+from prefect_tune.parameters.source_definitions import why_not_defined
 from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.supervisor.process_channel import Log, TrialChannel
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path, pickled_or_path
-from prefect_tune.trust.source_definitions import why_not_defined
 
 __all__ = ["require_importable"]
 

@@ -1,0 +1,80 @@
+"""A restore of a checkpoint that the run which owns the trial deletes meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.tasks.public import restore_checkpoint
+from tests.fakes.checkpoints import files_in
+from tests.tasks.public.conftest import Caller
+
+NEWEST_ONLY = pt.Retention(last=1)
+
+
+def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
+    """Have the owner save a step, and delete the ones before, each time that a restore has read the journal."""
+    look = restore_checkpoint._trial_at
+
+    def meanwhile(asked: Any) -> Any:
+        found = look(asked)
+        if steps:
+            caller.save(steps.pop(0), retention=NEWEST_ONLY)
+        return found
+
+    caller.patch.setattr(restore_checkpoint, "_trial_at", meanwhile)
+
+
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
+    caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller.save(1)
+    caller.save(2)
+    train_on_after_each_look(caller, [3, 4])
+    with caplog.at_level(logging.WARNING, "prefect_tune"):
+        restored = caller.restore()
+    assert restored is not None
+    assert (restored.step, files_in(restored.directory)) == (4, files_in(caller.directory(4)))
+    trial = caller.state().trial("trial")
+    assert (trial.quarantined, trial.lost_checkpoints) == ((), 0)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_step_that_retention_deletes_meanwhile_is_not_found(caller: Caller) -> None:
+    caller.save(1)
+    train_on_after_each_look(caller, [2])
+    with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 1 is committed; those that are: \[2\]"):
+        caller.restore(1)
+
+
+def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_so(caller: Caller) -> None:
+    caller.patch.setattr(restore_checkpoint, "_TRIES", 3)
+    caller.save(1)
+    train_on_after_each_look(caller, list(range(2, 9)))
+    with pytest.raises(pt.CheckpointNotFound, match="3 times its run deleted the checkpoint during the download"):
+        caller.restore()
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
+    caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller.save(1)
+    caller.save(2)
+    newest = caller.state().trial("trial").checkpoints[-1].sequence
+    for path, data in caller.bucket.objects.items():
+        if "/blobs/" in path and path.endswith(f"-{newest:010d}"):
+            caller.bucket.objects[path] = bytes(len(data))
+
+    def refused(*_: object, **__: object) -> None:
+        raise pt.StoreRefused("read only")
+
+    caller.patch.setattr(restore_checkpoint, "quarantine", refused)
+    with caplog.at_level(logging.WARNING, "prefect_tune"):
+        restored = caller.restore()
+    assert restored is not None
+    assert restored.step == 1
+    assert "step 2 cannot be restored" in caplog.text
+    assert "could not be quarantined: read only" in caplog.text
