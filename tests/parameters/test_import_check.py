@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.executors import import_check
-from prefect_tune.executors.import_check import require_importable
+from prefect_tune.parameters.import_check import require_importable
 
 _STEP = "\n    def step(self):\n        return {}\n"
 
