@@ -45,7 +45,7 @@ class Computes(pt.Trainable):
 
 def _show_nothing(subscribers: ModuleType) -> None:
     """Take away report, progress, live status, events and assets; everything else stays as it is."""
-    from prefect_tune.monitoring.listener import ObserverGroup
+    from prefect_tune.monitoring.search_observer import ObserverGroup
 
     class Nobody(ObserverGroup):
         def conclude(self) -> None:

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import InvalidInput, SaveOvertaken, StoreUnavailab
 from prefect_tune.core.events.experiment_events import Event, Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.epochs import earlier_owners
+from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.resume_compatibility import require_goes_on

@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.core.events.questions import answer_to, valid_fields
+from prefect_tune.core.events.question_fields import answer_to, valid_fields
 from prefect_tune.core.events.trial_events import AttemptEnded
 from prefect_tune.core.experiment.trial_stoppers import MaxTime, as_stopper
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial

@@ -18,7 +18,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id

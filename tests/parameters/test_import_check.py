@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.executors import import_check
+from prefect_tune.parameters import import_check
 from prefect_tune.parameters.import_check import require_importable
 
 _STEP = "\n    def step(self):\n        return {}\n"

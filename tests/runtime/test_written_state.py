@@ -15,8 +15,8 @@ import pytest
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import Never
+from prefect_tune.runtime.reported_directory import snapshot
 from prefect_tune.runtime.session import TrialSession
-from prefect_tune.runtime.snapshot import snapshot
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.trial_processes import start_of
 from tests.runtime.test_leaving import Supervisor

@@ -31,7 +31,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry

@@ -25,7 +25,7 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy

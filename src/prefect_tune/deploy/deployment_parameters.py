@@ -22,11 +22,11 @@ from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
+from prefect_tune.parameters.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
 from prefect_tune.parameters.resume_mode import resuming
 from prefect_tune.parameters.samples_per_run import require_one_count
 from prefect_tune.parameters.search_plan import valid_bound
-from prefect_tune.parameters.training_request import import_string, stopper_for
 from prefect_tune.trust.require_trusted import trusted_here
 from prefect_tune.tuner.run_search import begun
 from prefect_tune.tuner.warm_start import source_names

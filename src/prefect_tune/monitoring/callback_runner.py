@@ -40,7 +40,7 @@ from prefect_tune.core.notifications.callback_delivery import (
     keep_state,
     newest_state,
 )
-from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log

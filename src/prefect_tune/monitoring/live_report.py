@@ -25,7 +25,7 @@ from prefect_tune.monitoring.artifact_publisher import (
     artifact_key,
     plain_key,
 )
-from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown

@@ -25,7 +25,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.live_status_publisher import LiveStatusPublisher
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import LatestReport, StepReported

@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_
 from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
-from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal.formatting import format_value, visible
 from prefect_tune.terminal.trials_table import config_cells

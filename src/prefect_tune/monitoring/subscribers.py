@@ -18,11 +18,11 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
-from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import StepReported

@@ -8,8 +8,8 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, plural
+from prefect_tune.parameters.argument_checks import name_of
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
-from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 

@@ -23,16 +23,16 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
-from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
-from prefect_tune.parameters.training_request import (
+from prefect_tune.parameters.argument_checks import (
     existing_limits,
     experiment_name,
     name_of,
     stopper_for,
     valid_trainable,
 )
+from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
+from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
 from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path

@@ -119,7 +119,7 @@ class Checkpoint(metaclass=_Advising):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
         """
-        from prefect_tune.stores.local.destination import fill
+        from prefect_tune.stores.local.fill_directory import fill
 
         deadline = Deadline.after(timeout)
         if path is None:
@@ -129,7 +129,7 @@ class Checkpoint(metaclass=_Advising):
         return str(destination)
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
-        from prefect_tune.stores.local.destination import DestinationInUse, fill
+        from prefect_tune.stores.local.fill_directory import DestinationInUse, fill
         from prefect_tune.stores.local.user_temp_folder import user_folder
 
         filling = self._place.now().filling(self._token, deadline)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.questions import GO_ON, Scalar, answer_to, valid_fields
+from prefect_tune.core.events.question_fields import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.messages.process_messages import (
     Broke,
@@ -32,7 +32,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.ranks import require_first_rank
-from prefect_tune.runtime.snapshot import local_directory, require_written, snapshot
+from prefect_tune.runtime.reported_directory import local_directory, require_written, snapshot
 from prefect_tune.runtime.supervisor_connection import SupervisorEnd
 from prefect_tune.runtime.trainable import TrialInfo, TrialOver
 

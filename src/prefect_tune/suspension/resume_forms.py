@@ -9,7 +9,7 @@ from prefect.input import RunInput
 from pydantic import Field, create_model
 
 from prefect_tune.core.events.experiment_events import Questioned
-from prefect_tune.core.events.questions import default_of, valid_fields
+from prefect_tune.core.events.question_fields import default_of, valid_fields
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
 from prefect_tune.core.experiment.resume_options import Standing

@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
 from prefect_tune.core.events.experiment_events import Answered, Questioned
-from prefect_tune.core.events.questions import answer_to
+from prefect_tune.core.events.question_fields import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Questioned
-from prefect_tune.core.events.questions import Scalar, answer_to, default_of
+from prefect_tune.core.events.question_fields import Scalar, answer_to, default_of
 from prefect_tune.terminal.formatting import visible
 
 __all__ = ["asked_in_terminal"]

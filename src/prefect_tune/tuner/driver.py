@@ -34,7 +34,7 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     have_ended,
 )
-from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log

@@ -48,7 +48,7 @@ from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
 from prefect_tune.prefect_api.returned_failure import failed_by
 from prefect_tune.prefect_api.task_runner import max_workers_here
 from prefect_tune.results.results import Results
-from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id

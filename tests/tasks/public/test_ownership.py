@@ -12,7 +12,7 @@ import prefect_tune as pt
 from prefect_tune.core.events.experiment_events import TrialAdded
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.epochs import earlier_owners
+from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.quarantine import quarantine

@@ -1,1 +1,1 @@
-"""Operations on whole experiments: clone, fork, delete, garbage collection, scrub, quarantine."""
+"""Operations on experiments, trials and checkpoints: clone, fork, delete, garbage collection, scrub, quarantine."""

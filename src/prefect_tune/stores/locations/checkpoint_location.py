@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.manifest import Manifest
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
-    from prefect_tune.stores.local.destination import DirectoryCopy
+    from prefect_tune.stores.local.fill_directory import DirectoryCopy
     from prefect_tune.stores.local.node_cache import NodeCopies
 
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
@@ -145,8 +145,8 @@ class LocalPlace:
         yield self.path
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.directories import copy_directory, seal_of
+        from prefect_tune.stores.local.fill_directory import DirectoryCopy
 
         self.require_there()
         here = f"{self.path} as {seal_of(Path(self.path))}"
@@ -223,7 +223,7 @@ class TargetPlace:
             yield str(path)
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
-        from prefect_tune.stores.local.destination import DirectoryCopy
+        from prefect_tune.stores.local.fill_directory import DirectoryCopy
         from prefect_tune.stores.local.verify_directory import holds_exactly
 
         with self._opened(deadline) as (_, manifest):

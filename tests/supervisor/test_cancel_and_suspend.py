@@ -15,8 +15,8 @@ import pytest
 
 from prefect_tune import task_retries
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.supervisor import graceful_shutdown
-from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor import cancel_and_suspend
+from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.task_retries import may_pass, retrying_refusals, with_retries
 
 
@@ -30,7 +30,7 @@ def _times_out(number: int, _frame: object) -> None:
 
 @pytest.fixture(autouse=True)
 def timeout_by_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(graceful_shutdown, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(cancel_and_suspend, "get_run_logger", logging.getLogger)
     before = signal.signal(signal.SIGUSR1, _times_out)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -70,7 +70,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (60.0, 60.0))
-    monkeypatch.setattr(graceful_shutdown, "_LAST_WORDS", timedelta(seconds=0.1))
+    monkeypatch.setattr(cancel_and_suspend, "_LAST_WORDS", timedelta(seconds=0.1))
     ended, found = threading.Event(), []
 
     def refuse() -> None:

@@ -52,7 +52,7 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
     """Put `filling` into `destination` by one rename; fetch nothing if it has that content already.
 
     Raises:
-        Occupied: `destination` has other content, which is not changed.
+        DestinationInUse: `destination` has other content, which is not changed.
         InvalidInput: `destination` cannot be replaced by a rename.
         DeadlineExceeded: another process was still filling it at the deadline.
     """
