@@ -83,7 +83,7 @@ _FIGURES: Sequence[_Figure] = (
     ),
     ("**s from a report to its decision**, p50 / p99", lambda it: f"**{_percentiles(it.whole.decision_lags)}**"),
     *(
-        (f"s between two steps with {what}, p50 / p99", lambda it, what=what: _percentiles(it.whole.waits[what]))  # type: ignore[misc]  # a default that binds `what`
+        (f"s between two steps with {what}, p50 / p99", lambda it, what=what: _percentiles(it.whole.waits[what]))
         for what in ("a report", "a decision", "a checkpoint")
     ),
     *map(_cpu, _PARTS),

@@ -22,6 +22,7 @@ _REPOSITORY = Path(__file__).parents[2]
 _START_SECONDS = 240
 _WORKERS_END_SECONDS = 120
 _WORKERS = 4
+_PRELOAD = ("--preload", "prefect_tune.tasks")  # else the first trial has each process import it in its event loop
 _CPUS = 2  # of Ray's cluster: each trial has its part of them
 
 
@@ -94,14 +95,15 @@ class _Dask(Cluster):
         return f"tcp://127.0.0.1:{self._port}"
 
     def start(self, work: Work) -> None:
-        scheduler = [self._python, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--host", "127.0.0.1"]
+        scheduler = [self._python, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", *_PRELOAD]
         if not self.groups["Dask scheduler"].pids():
-            self._started("Dask scheduler", [*scheduler, "--port", str(self._port)])
+            self._started("Dask scheduler", [*scheduler, "--host", "127.0.0.1", "--port", str(self._port)])
         threads = str(-(-work.concurrent // _WORKERS))
         worker = [self._python, "-m", "distributed.cli.dask_worker", self.address, "--no-dashboard"]
         if not self.groups["workers"].pids():
             sizes = ["--nworkers", str(_WORKERS), "--nthreads", threads, "--memory-limit", "0"]
-            self._started("workers", [*worker, *sizes, "--local-directory", str(self.room / "dask")])
+            options = [*_PRELOAD, "--local-directory", str(self.room / "dask")]
+            self._started("workers", [*worker, *sizes, *options])
         connected = (
             f"from distributed import Client; Client('{self.address}').wait_for_workers({_WORKERS}, timeout=120)"
         )

@@ -18,7 +18,7 @@ class Steps(Sleeping, pt.Trainable):
 
 
 def _main(work: Work, act: str) -> None:
-    from prefect_dask import DaskTaskRunner
+    from prefect_dask.task_runners import DaskTaskRunner
 
     results = pt.tune.with_options(task_runner=DaskTaskRunner(address=work.address))(
         "benchmarks.cluster.ours:Steps",
