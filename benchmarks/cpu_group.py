@@ -60,11 +60,15 @@ class CpuGroup:
         """Return the processes that live."""
         return [int(pid) for pid in (self._folder / "cgroup.procs").read_text().split()]
 
+    def kill(self) -> None:
+        """`kill -9` all of them, until none lives."""
+        self.require_empty(seconds=0)
+
     def require_empty(self, *, seconds: float = 30) -> None:
         """Give what is left time to end, then kill it: it was all started here."""
         until = time.monotonic() + seconds
         while pids := self.pids():
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -255,3 +255,31 @@ def test_the_newest_reports_of_attempts_are_read_side_by_side_and_delay_no_entry
     assert not [each for each in written if isinstance(each, LatestReport)]
     may_read.set()
     assert {each.trial for each in after_a_look(executor) if isinstance(each, LatestReport)} == set(trials)
+
+
+def test_journals_are_read_and_answers_are_written_side_by_side(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an object store each takes a round trip: one after the other, 64 trials would wait for one another."""
+    trials = ["00000", "00001", "00002", "00003"]
+    executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
+    for trial in trials:
+        executor.start(plan_at(target, trial), AttemptRequest(milestone=1), 1, absorbed=0)
+        attempt = FarAttempt(target, trial)
+        attempt.starts()
+        attempt.reports(1, asks=True)
+    together = threading.Barrier(len(trials), timeout=60)
+    for name in ("read", "create"):
+        monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
+    assert told(executor.poll(NOW)) == [(1, True)] * len(trials)
+    for trial in trials:
+        executor.answer(trial, GoOn(milestone=3), 1)
+    executor.poll(NOW)
+
+
+def _after(together: threading.Barrier, call: Callable[..., object]) -> Callable[..., object]:
+    def waits(*given: object, **options: object) -> object:
+        together.wait()
+        return call(*given, **options)
+
+    return waits

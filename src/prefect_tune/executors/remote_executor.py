@@ -6,12 +6,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
@@ -20,10 +21,12 @@ from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.live_status_reader import LiveStatusReader
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import with_retries
@@ -34,6 +37,10 @@ __all__ = ["AttemptLauncher", "RemoteExecutor"]
 _REQUEST = timedelta(seconds=60)
 _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
+
+
+_Reply: TypeAlias = tuple[TrialKey, int, int, GoOn | Leave | StopAndSave]
+"""To a trial, to its attempt, at its step."""
 
 
 class AttemptLauncher(Protocol):
@@ -63,14 +70,18 @@ class _RemoteAttempt:
     looked_at: float = 0.0
     """When its live status was read last, in seconds of the monotonic clock."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether the scheduler decides about the trial at `step`."""
-        return self.milestone is not None and step >= self.milestone
-
     def is_to_look_at(self, now: float) -> bool:
         """Whether its live status is to be read again."""
         period = self.plan.sync.live_period
         return period is not None and now - self.looked_at >= period.total_seconds()
+
+    def reply(self, step: int, said: GoOn | Leave | StopAndSave) -> _Reply:
+        """Return the reply to this attempt at `step`."""
+        return self.plan.trial, self.number, step, said
+
+    def is_due(self, step: int) -> bool:
+        """Whether the scheduler decides about the trial at `step`."""
+        return self.milestone is not None and step >= self.milestone
 
 
 class RemoteExecutor:
@@ -86,6 +97,7 @@ class RemoteExecutor:
         self._experiment_id: str | None = None
         self._stopped = False
         self._unread_since: float | None = None
+        self._unsent: list[_Reply] = []
 
     @property
     def survives_search(self) -> bool:
@@ -108,29 +120,29 @@ class RemoteExecutor:
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
-        """Write an answer for the trial to the target; do nothing if its attempt has ended."""
+        """Write an answer for the trial to the target, with the next `poll`; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
         if isinstance(said, GoOn):
             attempt.milestone = said.milestone
-        self._say(attempt, UNASKED if step is None else step, said)
+        self._unsent.append(attempt.reply(UNASKED if step is None else step, said))
 
     def stop(self) -> None:
         """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
         if not self._stopped:
             self._elsewhere.withdraw()
-            for attempt in self._attempts.values():
-                self._say(attempt, UNASKED, StopAndSave())
+            self._send([attempt.reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
             self._stopped = True
 
     def poll(self, patience: timedelta) -> list[Message]:
-        """Return the new messages; wait up to `patience` for the first."""
+        """Send the answers; return the new messages, and wait up to `patience` for the first."""
+        self._send(self._unsent)
+        self._unsent = []
         end = time.monotonic() + patience.total_seconds()
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
-            messages = [message for attempt in self._attempts.values() for message in self._read(attempt)]
-            messages += self._latest()
+            messages = [*self._read_journals(), *self._latest()]
             if messages or over or time.monotonic() >= end:
                 return [*messages, *over]
 
@@ -161,14 +173,26 @@ class RemoteExecutor:
         except queue.Empty:
             return found
 
-    def _read(self, attempt: _RemoteAttempt) -> list[Message]:
-        """Return the messages of new entries in its journal. If the target fails, a later call reads the rest."""
-        entries: list[Entry] = []
-        with self._read_later(), self._target.open(timeout=_REQUEST) as store:
-            while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
-                attempt.read = entry.number
-                entries.append(entry)
-        return [message for entry in entries for message in self._said_in(entry, attempt)]
+    def _read_journals(self) -> list[Message]:
+        """Return the messages of new entries in all journals. If the target fails, a later call reads the rest."""
+        read: list[tuple[_RemoteAttempt, Sequence[Entry]]] = []
+        failed: list[StoreUnavailable | StoreRefused] = []
+        with _noted(failed), self._target.open(timeout=_REQUEST) as store, transfer_pool() as transfers:
+            attempts = [*self._attempts.values()]
+            read += zip(attempts, transfers(partial(_new_entries, store, failed), attempts), strict=True)
+        self._note_unread(failed)
+        return [message for attempt, entries in read for entry in entries for message in self._said_in(entry, attempt)]
+
+    def _note_unread(self, failed: Sequence[StoreUnavailable | StoreRefused]) -> None:
+        """Take note of the errors of the reads just made. Raises the first one after reads failed for `_UNREAD`."""
+        if not failed:
+            self._unread_since = None
+            return
+        if self._unread_since is None:
+            logging.getLogger("prefect_tune").warning("the journals of remote trials are read later: %s", failed[0])
+            self._unread_since = time.monotonic()
+        if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
+            raise failed[0]
 
     def _latest(self) -> Iterator[LatestReport]:
         """Yield the newest reports that were read since the last call; the journals of the attempts have them later.
@@ -185,20 +209,6 @@ class RemoteExecutor:
             if attempt is not None and attempt.number == found.attempt and found.report and found.reported_at:
                 yield LatestReport(found.trial, found.report, found.reported_at)
 
-    @contextmanager
-    def _read_later(self) -> Iterator[None]:
-        """Suppress errors of the target for `_UNREAD`: a later read finds the same entries."""
-        try:
-            yield
-        except (StoreUnavailable, StoreRefused) as error:
-            if self._unread_since is None:
-                logging.getLogger("prefect_tune").warning("the journals of remote trials are read later: %s", error)
-                self._unread_since = time.monotonic()
-            if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
-                raise
-        else:
-            self._unread_since = None
-
     def _said_in(self, entry: Entry, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.plan.trial.trial
         messages: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
@@ -209,7 +219,7 @@ class RemoteExecutor:
                 case Reported(report=report, asks=asks):
                     is_due = attempt.is_due(report.step)
                     if asks and not is_due:  # its request predates the latest decision
-                        self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
+                        self._unsent.append(attempt.reply(report.step, GoOn(milestone=attempt.milestone)))
                     messages.append(StepReported(trial, report, asks and is_due))
                 case _:
                     pass
@@ -220,11 +230,19 @@ class RemoteExecutor:
         is_another = started.attempt != attempt.number
         attempt.number = started.attempt
         if is_another and self._stopped:
-            self._say(attempt, UNASKED, StopAndSave())
+            self._unsent.append(attempt.reply(UNASKED, StopAndSave()))
         return [RemoteAttemptStarted(started.trial)] if is_another or attempt.is_due(started.from_step) else []
 
-    def _say(self, attempt: _RemoteAttempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
-        self._on_store(lambda store: answer(store, attempt.plan.trial, attempt.number, step, said))
+    def _send(self, replies: Sequence[_Reply]) -> None:
+        """Write replies side by side: on an object store each takes a round trip."""
+
+        def send(store: ObjectStore) -> None:
+            with transfer_pool() as transfers:
+                for _ in transfers(lambda reply: answer(store, *reply), replies):
+                    pass
+
+        if replies:
+            self._on_store(send)
 
     def _on_store(self, act: Callable[[ObjectStore], None]) -> None:
         def acted() -> None:
@@ -232,3 +250,24 @@ class RemoteExecutor:
                 act(store)
 
         with_retries(acted)
+
+
+@contextmanager
+def _noted(failed: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
+    """Add an error of the target to `failed` instead of raising it."""
+    try:
+        yield
+    except (StoreUnavailable, StoreRefused) as error:
+        failed.append(error)
+
+
+def _new_entries(
+    store: ObjectStore, failed: list[StoreUnavailable | StoreRefused], attempt: _RemoteAttempt
+) -> Sequence[Entry]:
+    """Read the entries of an attempt's journal that were not read yet, up to the first error of the target."""
+    entries: list[Entry] = []
+    with _noted(failed):
+        while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+            attempt.read = entry.number
+            entries.append(entry)
+    return entries

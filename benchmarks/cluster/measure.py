@@ -1,0 +1,208 @@
+"""One search on a cluster: undisturbed and measured, or with its worker and its machine killed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from benchmarks.cluster.clusters import Cluster
+from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
+from benchmarks.cpu_group import CpuGroup
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events.experiment_events import Decided
+from prefect_tune.core.journal.journal import history
+from prefect_tune.stores.local.staging import transfer_pool
+
+__all__ = ["Disturbed", "Measured", "Memory", "disturbed", "undisturbed"]
+
+_PATIENCE_SECONDS = 3600
+_SAMPLE_SECONDS = 5.0
+
+
+# ------------------------------------------------------------------------------------------------------- the memory
+
+
+@dataclass
+class Memory:
+    """The memory of the processes of each part in MiB, every few seconds; a page that several share counts once."""
+
+    at: list[float] = field(default_factory=list)
+    """Seconds of the monotonic clock."""
+    mib: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def slope(self, part: str) -> float:
+        """MiB a minute in the second half of the search."""
+        half = len(self.at) // 2
+        if len(self.at) - half < 3:
+            return float("nan")
+        return 60 * statistics.linear_regression(self.at[half:], self.mib[part][half:]).slope
+
+
+@contextmanager
+def _sampled(parts: Mapping[str, CpuGroup]) -> Iterator[Memory]:
+    memory, over = Memory(), threading.Event()
+
+    def look() -> None:
+        while not over.wait(_SAMPLE_SECONDS):
+            memory.at.append(time.monotonic())
+            for name, group in parts.items():
+                memory.mib[name].append(sum(map(_proportional_kib, group.pids())) / 1024)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield memory
+    finally:
+        over.set()
+        looking.join()
+
+
+def _proportional_kib(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- undisturbed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An undisturbed search."""
+
+    seconds: float
+    """From the first step's end to the last one's."""
+    reports: int
+    decision_lags: Sequence[float]
+    """Seconds from a report to the decision on it, of each decision at a rung."""
+    waits: Mapping[str, Sequence[float]]
+    """Seconds between two steps of a trial, by what happens between them."""
+    cpu_seconds: Mapping[str, float]
+    memory: Memory
+    outcome: Outcome
+
+
+def undisturbed(cluster: Cluster, work: Work, servers: Mapping[str, CpuGroup]) -> Measured:
+    """Run the search to its end, and measure it.
+
+    Args:
+        servers: what else works for the search, counted from the search's start.
+    """
+    cluster.start(work)
+    parts = {**cluster.groups, **servers}
+    before = {name: group.cpu_seconds() for name, group in parts.items()}
+    with _sampled(parts) as memory:
+        process = cluster.search(work, "new")
+        _trained(cluster, process, work, work.trials * work.steps)
+    cpu = {name: group.cpu_seconds() - before[name] for name, group in parts.items()}
+    _ended(cluster, process, work)
+    steps = list(steps_of(work.record))
+    ends = [each.at for each in steps]
+    lags = _journaled_lags(work) if cluster.module == "ours" else _recorded_lags(work)
+    return Measured(max(ends) - min(ends), len(steps), lags, _waits(steps, work), cpu, memory, Outcome.of(work))
+
+
+def _waits(steps: Sequence[Step], work: Work) -> Mapping[str, Sequence[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in steps:
+        if each.waited is not None:
+            found[_between(each.step - 1, work)].append(each.waited)
+    return found
+
+
+def _between(step: int, work: Work) -> str:
+    """What happens after `step`."""
+    if step % work.save_every == 0:
+        return "a checkpoint"
+    return "a decision" if step in work.rungs else "a report"
+
+
+def _journaled_lags(work: Work) -> Sequence[float]:
+    """From a report to the journal's entry with the decision, which is written before the trial is told."""
+    with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
+        entries = history(store, NAME, side_by_side=transfers)
+    return [
+        datetime.fromisoformat(entry.at).timestamp() - float(str(event.report.metrics["at"]))
+        for entry in entries
+        for event in entry.events
+        if isinstance(event, Decided)
+    ]
+
+
+def _recorded_lags(work: Work) -> Sequence[float]:
+    """From a report to Ray's decision. It decides at every report: those at the rungs are compared."""
+    lines = map(json.loads, work.decisions.read_text().splitlines())
+    return [line["lag"] for line in lines if line["step"] in work.rungs]
+
+
+# ------------------------------------------------------------------------------------------------------ disturbed
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """A search whose worker was killed after a quarter of its steps, and whose machine after a half."""
+
+    outcome: Outcome
+    trained: int
+    """Steps, those that were trained again included."""
+    most_of_one: int
+    """How often one step of one trial was trained at most."""
+    seconds_to_resume: float
+    """From the new start of the search to the end of the next step, of a new process."""
+
+
+def disturbed(cluster: Cluster, work: Work) -> Disturbed:
+    """Run the search, kill a worker, kill the machine, resume, and return what came out."""
+    cluster.start(work)
+    process, all_steps = cluster.search(work, "new"), work.trials * work.steps
+    _trained(cluster, process, work, all_steps // 4)
+    cluster.kill_worker(work)
+    _trained(cluster, process, work, all_steps // 2)
+    cluster.kill_machine()
+    process.wait()
+    print(f"{cluster.module}: killed after {_count(work)} steps", file=sys.stderr, flush=True)
+    cluster.start(work)
+    again = time.time()
+    _ended(cluster, cluster.search(work, "resume"), work)
+    steps = list(steps_of(work.record))
+    earlier = {each.pid for each in steps if each.at < again}
+    resumed = next(each.at for each in steps if each.at > again and each.pid not in earlier)
+    counted = Counter((each.x, each.step) for each in steps)
+    return Disturbed(Outcome.of(work), len(steps), max(counted.values()), resumed - again)
+
+
+# ------------------------------------------------------------------------------------------------------ the process
+
+
+def _trained(cluster: Cluster, process: subprocess.Popen[bytes], work: Work, count: int) -> None:
+    """Wait until so many steps are trained."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while _count(work) < count:
+        if time.monotonic() > end or (process.poll() is not None and _count(work) < count):
+            raise RuntimeError(f"{cluster.module}: {_count(work)} steps of {count} when it ended: {_tail(cluster)}")
+        time.sleep(0.5)
+
+
+def _count(work: Work) -> int:
+    return work.record.read_bytes().count(b"\n") if work.record.exists() else 0
+
+
+def _ended(cluster: Cluster, process: subprocess.Popen[bytes], work: Work) -> None:
+    """Wait for the end of the search."""
+    if process.wait(_PATIENCE_SECONDS) or not work.outcome.exists():
+        raise RuntimeError(f"{cluster.module}: exited with {process.returncode}: {_tail(cluster)}")
+
+
+def _tail(cluster: Cluster) -> str:
+    return cluster.log.read_text(errors="replace")[-3000:]
