@@ -266,7 +266,7 @@ def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that
     desk.begun(orders(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     runs = desk.begun(orders(2, search_epoch=2))
     before = desk.count(Opened)
-    with pytest.raises(Superseded, match="orders"):
+    with pytest.raises(Superseded, match="a newer request replaced this one"):
         desk.given(late)
     desk.saves(runs, 1)
     assert desk.count(Opened) == before
