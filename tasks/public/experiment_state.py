@@ -50,7 +50,8 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
         Superseded: this flow run owned the experiment, and another one has taken it over. Stop.
         InvalidInput: an argument is invalid, or the experiment is a search.
         ResumeFailed: it exists and cannot be read. Nothing was started.
-        StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
+        StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
+        StoreRefused: the target refused, for example since credentials have expired; this is not retried.
     """
     asked = ExperimentArguments(**locals())
     return experiment_state(asked.target, own(asked.target, asked.experiment))

@@ -68,7 +68,8 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
         ResumeFailed: all checkpoints of the trial are damaged. Nothing was restarted from zero.
         JournalCorrupt, UnknownVersion: the experiment cannot be read.
         InvalidInput: an argument is invalid, or `directory` has other content, which is not touched.
-        StoreUnavailable, StoreRefused: the target failed for longer than the retries last.
+        StoreUnavailable: the target failed for longer than the retries last.
+        StoreRefused: the target refused, for example since credentials have expired; this is not retried.
     """
     asked = RestoreArguments(**locals())
     for _ in range(_TRIES):

@@ -52,6 +52,11 @@ def test_prefects_own_command_makes_the_same_fields_of_the_flow() -> None:
     assert list(parameter_schema(TUNE.with_options(name="mine")).properties) == list(FORM["properties"])
 
 
+def test_options_apply_to_a_call_too() -> None:
+    assert TUNE.with_options(retries=3).flat.retries == 3
+    assert TUNE.flat.retries == 0
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

@@ -283,3 +283,37 @@ def _after(together: threading.Barrier, call: Callable[..., object]) -> Callable
         return call(*given, **options)
 
     return waits
+
+
+def test_one_journal_that_cannot_be_read_does_not_end_the_search_of_the_others(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = RemoteExecutor(target, FarMachines(), NOW)
+    for trial in ("00000", "00001"):
+        executor.start(plan_at(target, trial), AttemptRequest(), 1, absorbed=0)
+        FarAttempt(target, trial).starts()
+    read = PosixStore.read
+
+    def refuses_one(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if "/00000/" in path:
+            raise StoreRefused("no permission")
+        return read(store, path, offset=offset, length=length)
+
+    monkeypatch.setattr(PosixStore, "read", refuses_one)
+    monkeypatch.setattr(remote_executor, "_UNREAD", NOW)
+    assert {each.trial for each in executor.poll(NOW) if isinstance(each, EntryWritten)} == {"00001"}
+
+
+def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(target: LocalTarget) -> None:
+    executor = RemoteExecutor(target, FarMachines(), NOW)
+    executor.start(plan_at(target), AttemptRequest(search_epoch=1), 1, absorbed=0)
+    FarAttempt(target).starts()
+    executor.poll(NOW)
+    executor.stop()
+    newer = FarAttempt(target, search_epoch=2)
+    newer.starts()
+    newer.reports(1, asks=True)
+    executor.poll(NOW)
+    executor.poll(NOW)
+    assert newer.told(attempt=2) is None
+    assert newer.told(1, attempt=2) is None

@@ -73,14 +73,14 @@ class FarMachines:
 class FarAttempt:
     """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
 
-    def __init__(self, target: StorageTarget, trial: str = "00000") -> None:
+    def __init__(self, target: StorageTarget, trial: str = "00000", *, search_epoch: int = 0) -> None:
         self._target = target
         self._key = TrialKey(experiment="e", trial=trial)
 
         def first(found: Experiment) -> Sequence[Event]:
             return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
 
-        opening = Opening(current_owner(), new_write_id(), first)
+        opening = Opening(current_owner(search_epoch=search_epoch), new_write_id(), first)
         opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
         self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
 

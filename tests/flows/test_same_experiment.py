@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(400
     ("changed", "said"),
     [
         ({"metric": "accuracy"}, "metric: experiment 'old' was begun with 'error'"),
-        ({"mode": "max"}, "mode: experiment 'old' was begun with"),
+        ({"mode": "max"}, "mode: experiment 'old' was begun with 'min', and this run passes 'max'"),
         ({"seed": 3}, "seed: experiment 'old' was begun with"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCapture
 def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     _, paused, resumed = logged(caplog, *TRAINED, Paused(trial=T, reason="rung"), Resumed(trial=T), started(2, SAVED))
     assert paused.startswith(f"trial 00003 paused {AT}: rung; {SAVED_AT}")
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 0 steps repeated)"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 0 journaled steps repeated)"
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +104,7 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
     _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
     assert crashed == "trial 00003 crashed in attempt 1: its owner vanished without ending it"
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step repeated)"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 journaled step repeated)"
     assert caplog.records[-2].levelname == "WARNING"
 
 
@@ -122,7 +122,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
         log.happened(event, state)
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
-        "trial 00003 resumes from step 2 (attempt 2; 0 steps repeated)",
+        "trial 00003 resumes from step 2 (attempt 2; 0 journaled steps repeated)",
         "trial 00003 crashed in attempt 2: its owner vanished without ending it",
     ]
 
@@ -137,7 +137,7 @@ def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixt
     asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
     assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
-    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps repeated)"
+    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 journaled steps repeated)"
 
 
 def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

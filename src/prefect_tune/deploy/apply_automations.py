@@ -18,7 +18,14 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.deploy.api_client import prefect_server
 from prefect_tune.deploy.automation_specs import AutomationSpec, shipped
 
-__all__ = ["Installed", "apply_automations", "automation_names", "install_automations", "uninstall_automations"]
+__all__ = [
+    "Installed",
+    "apply_automations",
+    "automation_names",
+    "install_automations",
+    "require_block",
+    "uninstall_automations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,17 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     return removed
 
 
+def require_block(slug: str) -> None:
+    """Require that the notification block `slug` is saved on the server.
+
+    Raises:
+        InvalidInput: it is not, or no Prefect server is set up.
+        TuneError: the server did not answer, or refused.
+    """
+    with prefect_server("automations") as client:
+        _block(client, slug)
+
+
 def _window(seconds: float | None) -> timedelta:
     if seconds is None:
         seconds = _HEARTBEATS * (get_current_settings().flows.heartbeat_frequency or _USUAL_FREQUENCY)
@@ -160,7 +178,10 @@ def _block(client: SyncPrefectClient, slug: str) -> Any:
     try:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound as error:
-        raise InvalidInput(f"notify={slug!r}: no such block is saved; expected 'slack-webhook/name'") from error
+        raise InvalidInput(
+            f"notify={slug!r}: no such block is saved; expected TYPE/NAME of a notification block. Save one "
+            "first, in the UI or with SlackWebhook(url=...).save('alerts'), which is then 'slack-webhook/alerts'"
+        ) from error
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> Any:

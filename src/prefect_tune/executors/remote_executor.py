@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.events.experiment_events import Reported, Started
+from prefect_tune.core.events.experiment_events import Opened, Reported, Started
 from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
@@ -67,6 +67,10 @@ class _RemoteAttempt:
     milestone: int | None
     read: int
     """Number of the last entry that was read from its journal."""
+    search_epoch: int = 0
+    """The experiment's epoch of the search that reads it."""
+    is_taken_over: bool = False
+    """Whether a newer search has started the trial again: this one must not answer it any more."""
     looked_at: float = 0.0
     """When its live status was read last, in seconds of the monotonic clock."""
 
@@ -116,7 +120,7 @@ class RemoteExecutor:
         sharing = PoolSharing(request.search_epoch, plan.reuse)
         link = StoreLink(self._target, plan.trial, attempt, plan.sync.live_period, sharing)
         wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
-        self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed)
+        self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed, request.search_epoch)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -132,13 +136,13 @@ class RemoteExecutor:
         """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
         if not self._stopped:
             self._elsewhere.withdraw()
+            self._send_queued()
             self._send([attempt.reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
             self._stopped = True
 
     def poll(self, patience: timedelta) -> list[Message]:
         """Send the answers; return the new messages, and wait up to `patience` for the first."""
-        self._send(self._unsent)
-        self._unsent = []
+        self._send_queued()
         end = time.monotonic() + patience.total_seconds()
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
@@ -180,7 +184,8 @@ class RemoteExecutor:
         with _noted(failed), self._target.open(timeout=_REQUEST) as store, transfer_pool() as transfers:
             attempts = [*self._attempts.values()]
             read += zip(attempts, transfers(partial(_new_entries, store, failed), attempts), strict=True)
-        self._note_unread(failed)
+        target_works = len(failed) < len(read)  # at least one read succeeded
+        self._note_unread(() if target_works else failed)
         return [message for attempt, entries in read for entry in entries for message in self._said_in(entry, attempt)]
 
     def _note_unread(self, failed: Sequence[StoreUnavailable | StoreRefused]) -> None:
@@ -214,6 +219,10 @@ class RemoteExecutor:
         messages: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
         for event in entry.events:
             match event:
+                case Opened(owner=owner):
+                    attempt.is_taken_over = owner.search_epoch > attempt.search_epoch
+                case _ if attempt.is_taken_over:
+                    pass
                 case Started():
                     messages += self._begun(attempt, event)
                 case Reported(report=report, asks=asks):
@@ -233,12 +242,17 @@ class RemoteExecutor:
             self._unsent.append(attempt.reply(UNASKED, StopAndSave()))
         return [RemoteAttemptStarted(started.trial)] if is_another or attempt.is_due(started.from_step) else []
 
+    def _send_queued(self) -> None:
+        self._send(self._unsent)
+        self._unsent = []
+
     def _send(self, replies: Sequence[_Reply]) -> None:
-        """Write replies side by side: on an object store each takes a round trip."""
+        """Write replies side by side, since each takes a round trip on an object store; of two for a step the first."""
+        first = {reply[:3]: reply for reply in reversed(replies)}
 
         def send(store: ObjectStore) -> None:
             with transfer_pool() as transfers:
-                for _ in transfers(lambda reply: answer(store, *reply), replies):
+                for _ in transfers(lambda reply: answer(store, *reply), first.values()):
                     pass
 
         if replies:

@@ -92,7 +92,7 @@ class SearchLog(SearchObserver):
         self._wasted[trial.trial] = trial.wasted_steps
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
-        again = f"attempt {event.attempt}; {plural(repeated, 'step', 'steps')} repeated"
+        again = f"attempt {event.attempt}; {plural(repeated, 'journaled step', 'journaled steps')} repeated"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"

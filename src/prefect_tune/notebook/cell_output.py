@@ -106,7 +106,7 @@ def live_output(
     Args:
         output: the output to update.
         draw: called repeatedly, in a thread of its own, which it may use for a 20th of the time.
-        on_error: called in that thread with an error of `draw` or of the kernel; only the display ends then.
+        on_error: called in that thread with an error of `draw` or of the kernel; only the end is drawn then.
         stop: whether the search is asked to stop.
     """
     thread = _Drawing(output, draw, on_error)
@@ -140,13 +140,20 @@ class _Drawing:
         self._over.set()
 
     def run(self) -> None:
-        """Draw."""
+        """Draw, and after an error only the end: else the cell would say for ever that the search runs."""
+        self._try(self._show_until_over)
+        self._over.wait()
+        self._try(self._show)
+
+    def _try(self, draw: Callable[[], object]) -> None:
         try:
-            while not self._over.wait(self._show()):
-                pass
-            self._show()
+            draw()
         except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the display
             self._on_error(error)
+
+    def _show_until_over(self) -> None:
+        while not self._over.wait(self._show()):
+            pass
 
     def _show(self) -> float:
         """Draw once; return the pause until the next time, in seconds."""

@@ -26,6 +26,7 @@ class _QuietFilter(logging.Filter):
 _FILTER = _QuietFilter()
 _guard = threading.Lock()
 _uses: list[object] = []  # the searches that are shown at this moment
+_displayed: dict[Console, bool] = {}  # whether Rich displayed the lines of a console before them
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def quiet_console() -> Iterator[None]:
         _uses.append(use)
         for handler in console_handlers():
             handler.addFilter(_FILTER)  # adding it again has no effect
-            _display_lines(handler, is_jupyter=False)
+            _write_lines(handler)
     try:
         yield
     finally:
@@ -48,11 +49,14 @@ def quiet_console() -> Iterator[None]:
             _uses.remove(use)
             for handler in () if _uses else console_handlers():
                 handler.removeFilter(_FILTER)
-                _display_lines(handler, is_jupyter=True)
+            while _displayed and not _uses:
+                console, is_jupyter = _displayed.popitem()
+                console.is_jupyter = is_jupyter
 
 
-def _display_lines(handler: logging.StreamHandler[TextIO], *, is_jupyter: bool) -> None:
-    """Have Rich display what the handler's console prints, as it does in a notebook, or write it to the stream."""
+def _write_lines(handler: logging.StreamHandler[TextIO]) -> None:
+    """Have Rich write what the handler's console prints to the stream; in a notebook it displays it."""
     console = getattr(handler, "console", None)
     if isinstance(console, Console) and can_show_output():
-        console.is_jupyter = is_jupyter
+        _displayed.setdefault(console, console.is_jupyter)
+        console.is_jupyter = False

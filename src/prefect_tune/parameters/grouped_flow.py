@@ -59,6 +59,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options and the same form."""
         other = super().with_options(**options)
+        other.flat = self.flat.with_options(**options)
         other.__signature__ = self.__signature__
         return other
 

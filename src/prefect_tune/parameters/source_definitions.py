@@ -62,7 +62,7 @@ def _why_not(module: str, path: Sequence[str], limits: _Limits) -> str:
         spec = importlib.util.find_spec(module)
         origin = spec.origin if spec is not None and spec.has_location else None
         tree = None if origin is None else ast.parse(Path(origin).read_bytes())
-    except (ImportError, OSError, SyntaxError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - its parent packages are imported, which may raise anything
         return f"the source of {module} cannot be read: {error}"
     if spec is None:
         return f"there is no module {module}; is its project installed here?"

@@ -46,8 +46,7 @@ class FlowWithServer(Flow[_P, _R]):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Validate the arguments, then run the flow as Prefect does. Raises `InvalidInput` for a wrong argument."""
         require_valid(self, args, options)
-        with ExitStack() as settings:
-            settings.enter_context(self.call_context(self.name))
+        with self.call_context(self.name), ExitStack() as settings:
             _have_server(settings)
             return super().__call__(*args, **options)
 

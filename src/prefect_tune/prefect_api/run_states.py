@@ -55,7 +55,8 @@ def is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
         return False
     every = get_current_settings().flows.heartbeat_frequency
     if run.state.is_paused() or every is None:
-        return True
+        # Without heartbeats, nothing tells a run that is being cancelled from one whose worker has gone.
+        return not run.state.is_cancelling()
     patience = timedelta(seconds=3 * every)
     signs = EventFilter(
         occurred=EventOccurredFilter(since=datetime.now(UTC) - patience),

@@ -266,10 +266,11 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} repeated, about {format_span(cost.wasted_seconds)}"
+    repeated = plural(cost.wasted_steps, "journaled step", "journaled steps")
+    steps = f"{repeated} repeated, about {format_span(cost.wasted_seconds)}"
     rows: list[tuple[str, Cell]] = [
         ("training", f"{format_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
-        ("wasted", steps if cost.wasted_steps else "nothing: no step was repeated"),
+        ("wasted", steps if cost.wasted_steps else "no journaled step was repeated"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:

@@ -79,8 +79,11 @@ def _title(state: ProgressState) -> Text:
 
 def _trial_counts(state: ProgressState) -> str:
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
-    of = f" of {state.outlook.trial_count}" if state.outlook.trial_count is not None else ""
-    return f"{format_counts(counts)}{of}"
+    asked = state.outlook.trial_count
+    if asked is None:
+        return format_counts(counts)
+    # An earlier run of the experiment may have passed a larger `num_samples`.
+    return f"{format_counts(counts)} of {max(asked, sum(state.counts.values()))}"
 
 
 def _rungs(state: ProgressState) -> str:

@@ -70,6 +70,7 @@ def deploy(
     prefect-tune deploy tune --name nightly --params @nightly.json
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
     """
+    from prefect_tune.deploy.apply_automations import require_block
     from prefect_tune.deploy.apply_deployments import Pool, deploy
 
     if not work_pool:
@@ -84,12 +85,14 @@ def deploy(
         wanted = _general(flows or (), prefix, suffix)
     else:
         wanted = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
+    if notify is not None:
+        require_block(notify)
     done = deploy(wanted, Pool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
         installed = _automations(notify) if automations else []
     except TuneError as error:
         _say(done, (), work_pool, as_json=as_json)
-        raise TuneError(f"{error}; the deployments were created; --no-automations skips the automations") from error
+        raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
     _say(done, installed, work_pool, as_json=as_json)
 
 
