@@ -27,5 +27,5 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
     cell, errors = Cell(), list[Exception]()
     with live_output(cell, lambda ending, _: (Html(str(ending)), ""), errors.append, threading.Event()):
         assert cell.failed.wait(60)
-    assert cell.shown == [Ending.DONE]
+    assert [str(each) for each in cell.shown] == [str(Ending.DONE)]
     assert [str(each) for each in errors] == ["the kernel's channel is closed"]
