@@ -130,6 +130,26 @@ def test_a_metric_that_the_first_report_lacks_is_reported_once(caplog: pytest.Lo
     assert caplog.messages == ["trial 00000 reported ['loss'], without the metric 'los'"]
 
 
+def test_a_metric_that_no_report_has_is_an_error_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    looks = health()
+    looks.reported(told(loss=1.0), nothing_yet("e"))
+    looks.conclude()
+    (_, error) = caplog.records
+    assert error.levelname == "ERROR"
+    assert error.getMessage() == (
+        "no report had the metric 'los': trials were not compared by it; correct it, and choose another experiment "
+        "name; did you mean 'loss'?"
+    )
+
+
+def test_a_metric_that_a_later_report_has_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    looks = health()
+    looks.reported(told(loss=1.0), nothing_yet("e"))
+    looks.reported(told(los=1.0), nothing_yet("e"))
+    looks.conclude()
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
 def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
     for metrics in ({"loss": 1.0}, {"los": "1.0"}):
         looks, report = health(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
@@ -160,6 +180,7 @@ def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
 ) -> None:
     pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
     assert "trial 00000 reported ['loss'], without the metric 'los'" in caplog.text
+    assert caplog.text.count("no report had the metric 'los'") == 1
 
 
 # -------------------------------------------------------------------------------------------------- no checkpoint

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.events.experiment_events import Absorbed, Event, Reported
 from prefect_tune.core.experiment.experiment import Experiment
@@ -81,6 +82,8 @@ class Subscribers:
                 LiveStatusObserver(self._target, journal_writer.experiment, self._live_period, runs) as live,
             ):
                 yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live, *checks])
+                for check in checks:
+                    check.conclude()
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)
@@ -115,12 +118,20 @@ class _CurveKeeper(SearchObserver):
 
 
 class MetricCheck(SearchObserver):
-    """Warns when the first report of a run lacks the metric that trials are compared by."""
+    """Warns when the first report of a run lacks the metric that trials are compared by, and again if all lacked it."""
 
     def __init__(self, objective: Objective, log: Log) -> None:
         self._objective = objective
         self._log = log
         self._is_done = False
+        self._missing: dict[str, Sequence[str]] = {}
+        """Each metric that no report of this run had, with those that the first one had."""
+
+    def conclude(self) -> None:
+        """Log an error if no report had a metric: the search ends as if it had compared its trials."""
+        for name, found in self._missing.items():
+            advice = f"correct it, and choose another experiment name{did_you_mean(name, found)}"
+            self._log.error("no report had the metric %r: trials were not compared by it; %s", name, advice)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         """Check the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
@@ -134,6 +145,8 @@ class MetricCheck(SearchObserver):
         self._check(step.trial, step.report)
 
     def _check(self, trial: str, report: StepReport) -> None:
+        for name in [each for each in self._missing if metric_in(report.metrics, each) is not None]:
+            del self._missing[name]
         if self._is_done:
             return
         self._is_done = True
@@ -142,4 +155,5 @@ class MetricCheck(SearchObserver):
             if isinstance(value, str):
                 self._log.warning("trial %s reported the metric %r as text, not as a number: %r", trial, name, value)
             elif value is None:
-                self._log.warning("trial %s reported %s, without the metric %r", trial, sorted(report.metrics), name)
+                self._missing[name] = sorted(report.metrics)
+                self._log.warning("trial %s reported %s, without the metric %r", trial, self._missing[name], name)

@@ -96,8 +96,9 @@ def _failure_of(results: Results) -> SearchFailed | None:
     count = len(results.errors)
     errored = "its only trial errored" if count == 1 else f"all {count} trials errored; the first, {first}"
     return SearchFailed(
-        f"experiment {name!r}: {errored}: {first_line(why)}. All errors: prefect-tune show {results.target.uri} "
-        f"{name}. Remove the cause, then run the search again with rerun_errored=True",
+        f"experiment {name!r}: {errored}: {first_line(why)}. All errors: "
+        f"prefect-tune show {results.target.uri} {name}. Remove the cause, then run the search again with "
+        "rerun_errored=True; with another metric, under another name",
         results,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from prefect_tune.terminal.freshness import Freshness, freshness_of
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
 """The format of the output file, by its ending."""
+_EMBEDDED = re.compile(r"!\[([^]]*)\]\(data:[^)]*\)")
 
 
 @command
@@ -47,7 +49,7 @@ def report(
     form = _form_of(output, as_json=as_json)
     written = _written(*_material(target, experiment), as_json=as_json, as_html=form == "HTML")
     if output is None:
-        print(written, end="")
+        print(_EMBEDDED.sub(r"[\1: a picture, see --output]", written) if sys.stdout.isatty() else written, end="")
         return
     try:
         output.write_text(written, encoding="utf-8")
