@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 from uuid import uuid4
 
-__all__ = ["CpuGroup", "cpu_group"]
+__all__ = ["CpuGroup", "cpu_group", "sampling"]
 
 _V1 = Path("/sys/fs/cgroup/cpuacct")
 _V2 = Path("/sys/fs/cgroup")
@@ -60,6 +61,10 @@ class CpuGroup:
         """Return the processes that live."""
         return [int(pid) for pid in (self._folder / "cgroup.procs").read_text().split()]
 
+    def memory_mib(self) -> float:
+        """Return the memory of all that live; a page that several share counts once."""
+        return sum(map(_proportional_kib, self.pids())) / 1024
+
     def kill(self) -> None:
         """`kill -9` all of them, until none lives."""
         self.require_empty(seconds=0)
@@ -73,6 +78,31 @@ class CpuGroup:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+
+
+def _proportional_kib(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+@contextmanager
+def sampling(look: Callable[[], object], *, every_seconds: float) -> Iterator[None]:
+    """Call `look` every so often, in a thread, for the time of the block."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every_seconds):
+            look()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -15,14 +15,12 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.cpu_group import CpuGroup, cpu_group
+from benchmarks.cpu_group import cpu_group, sampling
 from benchmarks.peers_real import Work
 from benchmarks.tables import circumstances, table, write
 from benchmarks.throughput import surroundings
@@ -56,9 +54,10 @@ class Measured:
 
 def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]) -> Measured:
     with tempfile.TemporaryDirectory() as room, cpu_group() as group, (Path(room) / "log").open("w+") as log:
+        memory = [0.0]
         command = [python, "-m", "benchmarks.peers_real", peer, json.dumps(asdict(replace(work, room=room)))]
         began = time.monotonic()
-        with _peak_memory(group) as peak:
+        with sampling(lambda: memory.append(group.memory_mib()), every_seconds=0.5):
             path = {"PYTHONPATH": str(_REPOSITORY)}
             code = group.run(
                 command, {**environment, **path}, log, timeout_seconds=_PATIENCE_SECONDS, directory=_REPOSITORY
@@ -68,32 +67,7 @@ def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]
         if code:
             log.seek(0)
             raise RuntimeError(f"{peer}, {work}: exited with code {code}: {log.read()[-3000:]}")
-        return Measured(ended - began, group.cpu_seconds(), max(peak))
-
-
-@contextmanager
-def _peak_memory(group: CpuGroup) -> Iterator[Sequence[float]]:
-    """Yield a list that grows, every 0.5 s, by the memory of all processes of the group, in MiB."""
-    found, over = [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.5):
-            found.append(sum(map(_proportional_bytes, group.pids())) / 2**20)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        looking.join()
-
-
-def _proportional_bytes(pid: int) -> int:
-    with suppress(OSError):  # it has ended
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return 0
+        return Measured(ended - began, group.cpu_seconds(), max(memory))
 
 
 def _rounds(work: Work, peer: str, rounds: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["README", "circumstances", "table", "write"]
+__all__ = ["README", "circumstances", "table", "version_in", "write"]
 
 README = Path(__file__).with_name("README.md")
 
@@ -26,6 +27,12 @@ def circumstances(*packages: str) -> str:
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
     return f"{when}, {os.cpu_count()} cores ({platform.machine()}), load average at the end {load}; {versions}."
+
+
+def version_in(python: str, package: str) -> str:
+    """Return the version of a package of another interpreter."""
+    command = [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def write(section: str, text: str, readme: Path = README) -> None:

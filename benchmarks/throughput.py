@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cpu_group import CpuGroup, cpu_group
-from benchmarks.tables import circumstances, table, write
+from benchmarks.tables import circumstances, table, version_in, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 600
@@ -254,10 +254,8 @@ def _main() -> None:
             rows = _compared(served, cluster, works[0], asked.rounds, room)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
         parts.append(_imports(sys.executable, asked.ray, environment))
-    version = subprocess.run(
-        [asked.ray, "-c", "import ray; print(ray.__version__)"], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
-    parts.append(f"Medians of {asked.rounds} rounds. {circumstances('prefect', 'pydantic')[:-1]}, ray {version}.")
+    versions = f"{circumstances('prefect', 'pydantic')[:-1]}, ray {version_in(asked.ray, 'ray')}."
+    parts.append(f"Medians of {asked.rounds} rounds. {versions}")
     text = "\n\n".join(parts)
     print(text)
     if asked.write:

@@ -12,7 +12,6 @@ after a half, and the search is resumed. The control groups take root.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from benchmarks.cluster.clusters import Cluster, dask_cluster, ray_cluster
 from benchmarks.cluster.measure import Disturbed, Measured, disturbed, undisturbed
 from benchmarks.cluster.work import Work
 from benchmarks.cpu_group import CpuGroup, cpu_group
-from benchmarks.tables import circumstances, table, write
+from benchmarks.tables import circumstances, table, version_in, write
 from benchmarks.throughput import prefect_server, surroundings
 from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
 from tests.fakes.postgres_server import postgres_server
@@ -160,8 +159,7 @@ def _said(asked: argparse.Namespace) -> str:
     said = f"{work}. {circumstances('prefect', 'distributed')[:-1]}"
     if not asked.ray:
         return f"{said}."
-    version = [asked.ray, "-c", "import ray; print(ray.__version__)"]
-    return f"{said}, ray {subprocess.run(version, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()}."
+    return f"{said}, ray {version_in(asked.ray, 'ray')}."
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.cluster.work import Work, steps_of
+from benchmarks.cluster.work import RAY_CPUS, Work, steps_of
 from benchmarks.cpu_group import CpuGroup, cpu_group
 from tests.fakes.processes import free_port
 
@@ -23,7 +23,6 @@ _START_SECONDS = 240
 _WORKERS_END_SECONDS = 120
 _WORKERS = 4
 _PRELOAD = ("--preload", "prefect_tune.tasks")  # else the first trial has each process import it in its event loop
-_CPUS = 2  # of Ray's cluster: each trial has its part of them
 
 
 class Cluster(ABC):
@@ -132,7 +131,7 @@ class _Ray(Cluster):
     def start(self, work: Work) -> None:
         del work
         ray = str(Path(self._python).with_name("ray"))
-        head = [ray, "start", "--head", "--block", f"--num-cpus={_CPUS}", "--include-dashboard=false"]
+        head = [ray, "start", "--head", "--block", f"--num-cpus={RAY_CPUS}", "--include-dashboard=false"]
         if not self.groups["workers"].pids():
             self._started("workers", [*head, f"--port={self._port}", f"--temp-dir={self.room / 'ray'}"])
         self._wait_for("the Ray cluster", [ray, "status", f"--address={self.address}"])
@@ -147,27 +146,23 @@ class _Ray(Cluster):
 
 @contextmanager
 def _groups(*parts: str) -> Iterator[Mapping[str, CpuGroup]]:
+    """Yield a group for each part; in the end, kill what lives in them."""
     with ExitStack() as stack:
-        yield {part: stack.enter_context(cpu_group()) for part in parts}
+        groups = {part: stack.enter_context(cpu_group()) for part in parts}
+        for group in groups.values():
+            stack.callback(group.kill)
+        yield groups
 
 
 @contextmanager
 def dask_cluster(environment: Mapping[str, str], room: Path) -> Iterator[Cluster]:
     """Yield a cluster of Dask that is not started yet; `environment` says which Prefect server."""
     with _groups("driver", "Dask scheduler", "workers") as groups:
-        made = _Dask(sys.executable, environment, room, groups)
-        try:
-            yield made
-        finally:
-            made.end()
+        yield _Dask(sys.executable, environment, room, groups)
 
 
 @contextmanager
 def ray_cluster(python: str, environment: Mapping[str, str], room: Path) -> Iterator[Cluster]:
     """Yield a cluster of Ray that is not started yet."""
     with _groups("driver", "workers") as groups:
-        made = _Ray(python, environment, room, groups)
-        try:
-            yield made
-        finally:
-            made.end()
+        yield _Ray(python, environment, room, groups)

@@ -6,18 +6,15 @@ import json
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 
 from benchmarks.cluster.clusters import Cluster
 from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
-from benchmarks.cpu_group import CpuGroup
+from benchmarks.cpu_group import CpuGroup, sampling
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Decided
 from prefect_tune.core.journal.journal import history
@@ -40,38 +37,17 @@ class Memory:
     """Seconds of the monotonic clock."""
     mib: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
+    def sample(self, parts: Mapping[str, CpuGroup]) -> None:
+        self.at.append(time.monotonic())
+        for name, group in parts.items():
+            self.mib[name].append(group.memory_mib())
+
     def slope(self, part: str) -> float:
         """MiB a minute in the second half of the search."""
         half = len(self.at) // 2
         if len(self.at) - half < 3:
             return float("nan")
         return 60 * statistics.linear_regression(self.at[half:], self.mib[part][half:]).slope
-
-
-@contextmanager
-def _sampled(parts: Mapping[str, CpuGroup]) -> Iterator[Memory]:
-    memory, over = Memory(), threading.Event()
-
-    def look() -> None:
-        while not over.wait(_SAMPLE_SECONDS):
-            memory.at.append(time.monotonic())
-            for name, group in parts.items():
-                memory.mib[name].append(sum(map(_proportional_kib, group.pids())) / 1024)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        yield memory
-    finally:
-        over.set()
-        looking.join()
-
-
-def _proportional_kib(pid: int) -> int:
-    with suppress(OSError):  # it has ended
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return 0
 
 
 # ---------------------------------------------------------------------------------------------------- undisturbed
@@ -102,7 +78,8 @@ def undisturbed(cluster: Cluster, work: Work, servers: Mapping[str, CpuGroup]) -
     cluster.start(work)
     parts = {**cluster.groups, **servers}
     before = {name: group.cpu_seconds() for name, group in parts.items()}
-    with _sampled(parts) as memory:
+    memory = Memory()
+    with sampling(lambda: memory.sample(parts), every_seconds=_SAMPLE_SECONDS):
         process = cluster.search(work, "new")
         _trained(cluster, process, work, work.trials * work.steps)
     cpu = {name: group.cpu_seconds() - before[name] for name, group in parts.items()}

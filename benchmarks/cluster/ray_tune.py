@@ -13,9 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.work import NAME, Outcome, Sleeping, Work, append, holds
-
-_CPUS = 2
+from benchmarks.cluster.work import NAME, RAY_CPUS, Outcome, Sleeping, Work, append, holds
 
 
 def _main(work: Work, act: str) -> None:
@@ -23,7 +21,7 @@ def _main(work: Work, act: str) -> None:
     tune: Any = import_module("ray.tune")
     ray.init(address=work.address, log_to_driver=False)
     steps = type("Steps", (Sleeping, tune.Trainable), {})
-    trainable = tune.with_resources(steps, {"cpu": _CPUS / work.concurrent})
+    trainable = tune.with_resources(steps, {"cpu": RAY_CPUS / work.concurrent})
     if act == "resume":
         tuner = tune.Tuner.restore(str(Path(work.target, NAME)), trainable, resume_errored=True)
     else:

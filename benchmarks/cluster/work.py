@@ -14,6 +14,8 @@ __all__ = ["Outcome", "Sleeping", "Step", "Work", "steps_of"]
 
 NAME = "cluster"
 """The experiment's name."""
+RAY_CPUS = 2
+"""Of Ray's cluster: each trial has its part of them."""
 
 
 @dataclass(frozen=True)

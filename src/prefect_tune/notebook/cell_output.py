@@ -109,17 +109,17 @@ def live_output(
         on_error: called in that thread with an error of `draw` or of the kernel; only the end is drawn then.
         stop: whether the search is asked to stop.
     """
-    thread = _Drawing(output, draw, on_error)
+    drawing = _Drawing(output, draw, on_error)
     context = copy_context()  # by which a kernel finds the cell
-    runner = threading.Thread(target=context.run, args=(thread.run,), name="cell-output", daemon=True)
+    runner = threading.Thread(target=context.run, args=(drawing.run,), name="cell-output", daemon=True)
     runner.start()
     try:
         yield
     except BaseException as error:
-        thread.end(Ending.FAILED, first_line(f"{type(error).__name__}: {error}"))
+        drawing.end(Ending.FAILED, first_line(f"{type(error).__name__}: {error}"))
         raise
     else:
-        thread.end(Ending.INTERRUPTED if stop.is_set() else Ending.DONE)
+        drawing.end(Ending.INTERRUPTED if stop.is_set() else Ending.DONE)
     finally:
         runner.join(_PATIENCE.total_seconds())
 

@@ -30,8 +30,6 @@ _FIXED = {
     "mode": "earlier decisions ranked trials in the other direction",
     "seed": "a search with another seed does not reproduce the earlier proposals",
 }
-_DEFAULTS = {"mode": "min"}
-"""What a setting that was not passed is, where that is not None."""
 
 
 def require_code(state: Experiment, plan: SearchPlan) -> None:
@@ -58,7 +56,8 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
     for name, why in _FIXED.items():
-        before, now = (each.get(name, _DEFAULTS.get(name)) for each in (state.settings, settings))
+        default = SearchPlan.model_fields[name].default  # settings omit it
+        before, now = state.settings.get(name, default), settings.get(name, default)
         if state.trials and before != now:
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "

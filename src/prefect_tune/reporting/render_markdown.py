@@ -14,12 +14,12 @@ _SHORT = 16
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
-def as_markdown(blocks: Sequence[Block]) -> str:
-    """Return the page. Names chosen by users are escaped."""
-    return "\n".join(line for block in blocks for line in _lines(block)) + "\n"
+def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
+    """Return the page, with its pictures or with what each of them shows. Names chosen by users are escaped."""
+    return "\n".join(line for block in blocks for line in _lines(block, has_pictures=has_pictures)) + "\n"
 
 
-def _lines(block: Block) -> Iterator[str]:
+def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
             yield f"{'#' * level} {escaped(text)}"
@@ -27,7 +27,8 @@ def _lines(block: Block) -> Iterator[str]:
             text = "".join(map(_cell, parts))
             yield f"**{text.strip()}**" if strong else text
         case Figure():
-            yield f"![{escaped(block.shows)}]({data_uri(block.svg)})"
+            shows = escaped(block.shows)
+            yield f"![{shows}]({data_uri(block.svg)})" if has_pictures else f"[{shows}: a picture, see --output]"
             if block.legend:
                 yield from ("", f"*{escaped(block.legend)}*")
         case Table():

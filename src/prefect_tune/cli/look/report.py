@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +28,6 @@ from prefect_tune.terminal.freshness import Freshness, freshness_of
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
 """The format of the output file, by its ending."""
-_EMBEDDED = re.compile(r"!\[([^]]*)\]\(data:[^)]*\)")
 
 
 @command
@@ -47,9 +45,11 @@ def report(
     An .html file is self-contained, and light or dark as the reader's browser prefers.
     """
     form = _form_of(output, as_json=as_json)
-    written = _written(*_material(target, experiment), as_json=as_json, as_html=form == "HTML")
+    has_pictures = output is not None or not sys.stdout.isatty()  # a terminal shows none
+    found = _material(target, experiment)
+    written = _written(*found, as_json=as_json, as_html=form == "HTML", has_pictures=has_pictures)
     if output is None:
-        print(_EMBEDDED.sub(r"[\1: a picture, see --output]", written) if sys.stdout.isatty() else written, end="")
+        print(written, end="")
         return
     try:
         output.write_text(written, encoding="utf-8")
@@ -68,13 +68,13 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     return forms[ending]
 
 
-def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool) -> str:
+def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool, has_pictures: bool) -> str:
     from prefect_tune.monitoring.live_report import link_to
 
     if as_json:
         return json.dumps({**asdict(facts_of(found, link_to)), **fresh.fields()}, indent=2, default=str) + "\n"
     page = page_of(found, link_to)
-    return html(page) if as_html else as_markdown(page)
+    return html(page) if as_html else as_markdown(page, has_pictures=has_pictures)
 
 
 def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
