@@ -49,6 +49,7 @@ from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 __all__ = ["Driver"]
 
 _PATIENCE = timedelta(seconds=0.5)
+_STARTS_AT_ONCE = 8  # then trials that train get their answers: a start on a cluster takes some 30 ms of this process
 
 
 class Driver:
@@ -104,13 +105,13 @@ class Driver:
         self._take_up()
         while True:
             self._stopping.heed(outside)
-            if not self._stopping.ends:
-                self._fill_slots()
+            has_free_slots = not self._stopping.ends and self._fill_slots()
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
             outside.journaled(len(written.heard))
             if not len(self._executor):
                 return self._failure_handler.require_imported(written)
-            self._receive(self._failure_handler.noted(self._executor.poll(_PATIENCE)))
+            patience = timedelta(0) if has_free_slots else _PATIENCE
+            self._receive(self._failure_handler.noted(self._executor.poll(patience)))
 
     @property
     def _state(self) -> Experiment:
@@ -122,11 +123,14 @@ class Driver:
 
     # ----------------------------------------------------------------------------------------------- the slots
 
-    def _fill_slots(self) -> None:
+    def _fill_slots(self) -> bool:
+        """Start trials, `_STARTS_AT_ONCE` at most; return whether free slots are left for which there may be more."""
         free = self._limits.max_concurrent_trials - len(self._executor)
-        while free > 0 and (trial := self._next_trial()) is not None:
+        for _ in range(min(free, _STARTS_AT_ONCE)):
+            if (trial := self._next_trial()) is None:
+                return False
             self._start(trial)
-            free -= 1
+        return free > _STARTS_AT_ONCE
 
     def _next_trial(self) -> str | None:
         while self._startable:
@@ -347,7 +351,8 @@ class Driver:
 
     def _take_on(self, name: str) -> None:
         if self._executor.survives_search and self._state.trial(name).phase is Phase.RUNNING:
-            self._find_again(name)
+            self._found.add(name)
+            self._start(name, finds=True)  # the attempt has outlived its search, and needs no free slot
             return
         self._merger.settle(name)
         if name in self._state.stops:
@@ -360,11 +365,6 @@ class Driver:
             self._failure_handler.resumed(trial, trial.cause)
         elif trial.phase is Phase.PENDING:
             self._startable.append(name)
-
-    def _find_again(self, trial: str) -> None:
-        """Find an attempt that has outlived its search, by starting it again; it needs no free slot."""
-        self._found.add(trial)
-        self._start(trial, finds=True)
 
     def _requeue(self) -> None:
         """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
