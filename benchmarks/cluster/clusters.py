@@ -25,6 +25,12 @@ _WORKERS = 4
 _PRELOAD = ("--preload", "prefect_tune.tasks")  # else the first trial has each process import it in its event loop
 
 
+_DASK = {  # as docs/recipes/dask.md advises for many trials
+    "DASK_DISTRIBUTED__ADMIN__LOW_LEVEL_LOG_LENGTH": "20",
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+}
+
+
 class Cluster(ABC):
     """Runs searches as a process of its own, on a cluster that runs already."""
 
@@ -158,7 +164,7 @@ def _groups(*parts: str) -> Iterator[Mapping[str, CpuGroup]]:
 def dask_cluster(environment: Mapping[str, str], room: Path) -> Iterator[Cluster]:
     """Yield a cluster of Dask that is not started yet; `environment` says which Prefect server."""
     with _groups("driver", "Dask scheduler", "workers") as groups:
-        yield _Dask(sys.executable, environment, room, groups)
+        yield _Dask(sys.executable, {**environment, **_DASK}, room, groups)
 
 
 @contextmanager
