@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +18,9 @@ from prefect.concurrency.sync import concurrency
 from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
+from prefect_tune.executors import trial_slots
+from prefect_tune.executors.trial_slots import slots_here
+from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.driver import until
 from tests.trainables.moody import Moody
 
@@ -62,6 +67,42 @@ def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path)
     assert set(told(shared, "gpus")) == {"4", "7"}
     whole = tenants(tmp_path, experiment="both", resources_per_trial={"gpu": 2})
     assert set(told(whole, "gpus")) == {"4,7"}
+
+
+@pytest.mark.parametrize(
+    ("cpu_count", "options", "threads"),
+    [
+        (8, {}, "1"),
+        (8, {"max_concurrent_trials": 2}, "4"),
+        (8, {"max_concurrent_trials": 16}, "1"),
+        (2, {"max_concurrent_trials": 1}, "2"),  # a container with a quota: libraries count the CPUs of its host
+        (64, {"max_concurrent_trials": 1}, ""),
+        (8, {"isolation": "thread"}, ""),
+    ],
+    ids=str,
+)
+def test_trials_that_request_no_resources_share_the_processors(
+    cpu_count: int, options: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: cpu_count)
+    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
+    slots = slots_here(plan)
+    assert slots.count == options.get("max_concurrent_trials", cpu_count)
+    assert {each.get("OMP_NUM_THREADS", "") for each in slots.environments or [{}]} == {threads}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert not any(slots_here(plan).environments), "what the user has set stays set"
+
+
+def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 6)
+    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    results = tenants(tmp_path, max_concurrent_trials=2, resources_total=None, config={"share": 2})
+    assert set(told(results, "threads")) == {"3"}
 
 
 def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from prefect_tune.supervisor.devices import gpus_in, machine_here
+from prefect_tune.supervisor.devices import cpu_count_here, gpus_in, machine_here
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,31 @@ def test_a_machine_has_the_processors_that_this_process_may_use(monkeypatch: pyt
     found = machine_here()
     assert found.cpu_count >= 1
     assert found.gpus == ("2",)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "expected"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"pod/cpu.max": "300000 100000", "pod/main/cpu.max": "max 100000"}, 3),
+        ({"another/cpu.max": "100000 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu.max": "unreadable"}, 8),
+    ],
+    ids=str,
+)
+def test_a_container_has_the_processors_of_its_quota(
+    quotas: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    own = tmp_path / "own"
+    own.write_text("0::/pod/main\n")
+    groups = tmp_path / "groups"
+    for name, text in quotas.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(f"{text}\n")
+    assert cpu_count_here(groups, own) == expected

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.resources import Machine, Resources, resources_of, slots_on
+from prefect_tune.core.resources import Machine, resources_of, slots_on
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.supervisor.devices import machine_here
+from prefect_tune.supervisor.devices import cpu_count_here, machine_here
 
 __all__ = ["Slots", "slots_elsewhere", "slots_here"]
 
@@ -41,13 +41,21 @@ def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     limits = [each for each in (plan.max_concurrent_trials, max_workers) if each is not None]
     bound, needed = min(limits, default=None), plan.resources
     if needed is None:
-        return Slots(bound or os.cpu_count() or 1)
+        return _equal_slots(cpu_count_here(), bound, plan)
     if needed.gpu and plan.isolation == "thread":
         raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
     slots = slots_on(_machine(plan.resources_total), needed, bound)
     if plan.isolation == "thread":
         return Slots(len(slots))
-    return Slots(len(slots), [{**_threads(needed), **_devices(gpus)} for gpus in slots])
+    return Slots(len(slots), [{**_threads(needed.cpu), **_devices(gpus)} for gpus in slots])
+
+
+def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
+    """Return the slots of trials that request no resources: one for each CPU, or `bound` ones that share the CPUs."""
+    count = bound or cpu_count
+    share = max(1, cpu_count // count)
+    has_all = share >= (os.cpu_count() or 1)
+    return Slots(count, [] if has_all or plan.isolation == "thread" else [_threads(share)] * count)
 
 
 def _machine(total: Mapping[str, float] | None) -> Machine:
@@ -67,7 +75,10 @@ def _devices(gpus: Sequence[str]) -> Mapping[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
-def _threads(needed: Resources) -> Mapping[str, str]:
-    """Limit the threads of numeric libraries to the trial's CPUs; their default is all CPUs of the machine."""
-    is_said = "OMP_NUM_THREADS" in os.environ or needed.cpu < 1
-    return {} if is_said else {"OMP_NUM_THREADS": str(int(needed.cpu))}
+def _threads(cpu_count: float) -> Mapping[str, str]:
+    """Limit the threads of numeric libraries to the trial's CPUs; their default is all CPUs of the machine.
+
+    Threads of several trials that outnumber the CPUs take twice the CPU time: they wait for each other actively.
+    """
+    is_said = "OMP_NUM_THREADS" in os.environ or not cpu_count
+    return {} if is_said else {"OMP_NUM_THREADS": str(max(1, int(cpu_count)))}

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from prefect_tune.core.resources import Machine
 
-__all__ = ["gpus_in", "machine_here"]
+__all__ = ["cpu_count_here", "gpus_in", "machine_here"]
 
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _PATIENCE_SECONDS = 30  # the driver wakes every card up
 
 
 def machine_here() -> Machine:
     """Return the processors that this process may use, and the GPUs that it sees."""
-    return Machine(cpu_count=_processors(), gpus=gpus_in(os.environ))
+    return Machine(cpu_count=cpu_count_here(), gpus=gpus_in(os.environ))
 
 
 def gpus_in(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str, ...]:
@@ -55,7 +57,32 @@ def _told_by_driver() -> tuple[str, ...]:
     return tuple(re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
 
 
-def _processors() -> int:
+def cpu_count_here(control_groups: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the number of processors that this process may use, by its affinity and the quota of its container."""
+    available = os.cpu_count() or 1
     with suppress(AttributeError):  # Linux only
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        available = len(os.sched_getaffinity(0))
+    return max(1, min([available, *map(math.ceil, _quotas(control_groups, own))]))
+
+
+def _quotas(control_groups: Path, own: Path) -> Iterator[float]:
+    """Yield the processors that each control group of this process allows: Linux's cgroup v2, or v1 in a container."""
+    with suppress(OSError, ValueError):
+        quota, period = (
+            int((control_groups / "cpu" / f"cpu.cfs_{each}_us").read_text()) for each in ("quota", "period")
+        )
+        if quota > 0:
+            yield quota / period
+    for folder in _groups(control_groups, own):
+        with suppress(OSError, ValueError):  # "max" is no quota
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            yield quota / period
+
+
+def _groups(control_groups: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of all that contain it."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            if line.startswith("0::/"):
+                group = control_groups / line.removeprefix("0::/")
+                yield from (each for each in (group, *group.parents) if each.is_relative_to(control_groups))
