@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Machine, resources_of, slots_on
+from prefect_tune.executors.machine_resources import cpu_count_here, machine_here
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.supervisor.devices import cpu_count_here, machine_here
 
 __all__ = ["Slots", "slots_elsewhere", "slots_here"]
 

@@ -23,6 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     Surroundings,
 )
 from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.supervisor.trial_environment import of_interpreter, of_trial
 
 __all__ = ["ForkServer", "ForkedProcess", "PendingFork", "fork_from", "message_of", "surroundings"]
 
@@ -51,7 +52,7 @@ class ForkServer:
                 [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
-                env={**environment, "PYTHONUNBUFFERED": "1"},
+                env=of_interpreter(environment),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -139,9 +140,8 @@ def fork_from(control: socket.socket, word: bytes = FORK, channel: socket.socket
 
 def surroundings(temporary: Path, environment: Mapping[str, str]) -> Surroundings:
     """Return what a process adopts: these variables, a temporary directory, and this process's working directory."""
-    whole = {**environment, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
     return Surroundings(
-        environment={_latin(name): _latin(value) for name, value in whole.items()},
+        environment={_latin(name): _latin(value) for name, value in of_trial(environment, temporary).items()},
         working_directory=_latin(_here()),
     )
 

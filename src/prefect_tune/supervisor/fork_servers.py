@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
@@ -11,16 +10,14 @@ from datetime import timedelta
 from typing import Literal, Self, TypeAlias
 
 from prefect_tune.core.messages.process_messages import READY
-from prefect_tune.runtime.process_reset import READ_ONCE
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
 from prefect_tune.supervisor.process_output import Log, TrialOutput
+from prefect_tune.supervisor.trial_environment import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.supervisor.trial_spec import Reuse
 
 __all__ = ["ForkServers", "TrialKind"]
 
-# The interpreter and the C library read these at start, so a fork has the values of its fork server.
-_READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _GOODBYE = timedelta(seconds=5)
@@ -38,18 +35,17 @@ class TrialKind:
     @classmethod
     def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the kind of a trial with this environment; a worker's scheduler may change devices between trials."""
-        devices = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
-        return cls(trainable, import_path, frozenset({**devices, **environment}.items()))
+        return cls(trainable, import_path, frozenset({**fixed_by_this(), **environment}.items()))
 
     @property
     def whole_environment(self) -> Mapping[str, str]:
         """The variables of this process, and those of the trial added to them or replacing them."""
-        return {**os.environ, **dict(self.environment)}
+        return added_to_this(dict(self.environment))
 
     @property
     def read_at_start(self) -> Mapping[str, str]:
         """Those of them that a process reads at its start."""
-        return {name: value for name, value in self.whole_environment.items() if name.startswith(_READ_AT_START)}
+        return read_at_start(self.whole_environment)
 
     def __str__(self) -> str:
         return f"trainable {self.trainable!r}" if ":" in self.trainable else "the trainable"
@@ -199,7 +195,7 @@ class ForkServers:
     def plain(self, kind: TrialKind) -> ForkServer:
         """Return the fork server that has imported no trainable; start it if it does not run."""
         own = kind.read_at_start
-        found = self._found(frozenset(own.items()), lambda: ForkServer.start({**os.environ, **own}))
+        found = self._found(frozenset(own.items()), lambda: ForkServer.start(added_to_this(own)))
         if not isinstance(found, ForkServer):
             raise TypeError("a template under the key of a fork server")
         return found

@@ -19,6 +19,7 @@ from typing import Protocol
 from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, from_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 from prefect_tune.supervisor.process_output import Log, TrialOutput
+from prefect_tune.supervisor.trial_environment import added_to_this, of_trial
 
 __all__ = ["AS_IT_IS", "Log", "TrialChannel", "became", "trial_in_place", "trial_process"]
 
@@ -106,8 +107,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # Its temporary files are removed with the scratch directory, however it ends.
-        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1", "TMPDIR": start.temporary},
+        env=of_trial(added_to_this(environment), start.temporary),
         pass_fds=(theirs.fileno(), lifeline),
         start_new_session=True,
     )
