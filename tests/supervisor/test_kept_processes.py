@@ -70,8 +70,8 @@ LEFT = {
     "a process": "subprocess.Popen(['sleep', '600'])",
     "an orphan": "subprocess.run(['sh', '-c', 'setsid sleep 600 &'], check=True)",
     "a file": "globals().update(left=open('/etc/hostname'))",
-    "a log file": "logging.basicConfig(filename='log')",
-    "a stream": "sys.stdout = open('printed', 'w')",
+    "a log file": "logging.basicConfig(filename=tempfile.mktemp())",
+    "a stream": "sys.stdout = tempfile.TemporaryFile('w')",
     "a mask": "os.umask(0o27)",
     "a limit": "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
     "a priority": "os.nice(1)",
@@ -84,7 +84,7 @@ LEFT = {
 @pytest.mark.parametrize("what", LEFT)
 def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Trains, module: Module, what: str) -> None:
     module.write(f"""
-        import logging, multiprocessing, resource, signal, subprocess, sys, threading
+        import logging, multiprocessing, resource, signal, subprocess, sys, tempfile, threading
         def measured(config):
             {LEFT[what]}
             return {{}}
