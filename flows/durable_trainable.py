@@ -59,7 +59,7 @@ class TrialResult:
             "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
             "trained": escaped(f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}"),
             "trained again": escaped(plural(self.wasted_steps, "step", "steps") if self.wasted_steps else ""),
-            "because": escaped(first_line(self.reason)),
+            "reason": escaped(first_line(self.reason)),
             "checkpoint": Html(f"<code>{escaped(str(self.checkpoint))}</code>") if self.checkpoint else soft("none"),
         }
         title = f"{self.experiment} · {status_label(self.status, self.step)}"

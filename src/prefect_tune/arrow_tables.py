@@ -48,7 +48,7 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
     columns = {
         "trial": pa.array([trial for trial, _ in rows], "string"),
         "step": pa.array([report.step for _, report in rows], "int64"),
-        "trained_seconds": pa.array([report.trained_seconds for _, report in rows], "float64"),
+        "trained_seconds": pa.array([report.trained_seconds or None for _, report in rows], "float64"),
     }
     return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
 
@@ -87,7 +87,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Trial], object]]] = {
     "reason": ("string", lambda trial: trial.reason),
     "cause": ("string", lambda trial: trial.cause and str(trial.cause)),
     "step": ("int64", lambda trial: trial.step),
-    "trained_seconds": ("float64", lambda trial: trial.trained_seconds),
+    "trained_seconds": ("float64", lambda trial: trial.measured_seconds),
     "attempts": ("int64", lambda trial: trial.attempt),
     "wasted_steps": ("int64", lambda trial: trial.wasted_steps),
     "checkpoints": ("int64", lambda trial: len(trial.checkpoints)),

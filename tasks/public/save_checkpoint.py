@@ -71,7 +71,8 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
         trial: the trial's name in the experiment.
         step: how many steps the trial has trained: 1 or more, and more than in the checkpoint before.
         metrics: the metrics of this step, as `show` and results list them. They are stored with the first save of it.
-        trained_seconds: the training time up to this step, in seconds, as `show` and the report tell it.
+        trained_seconds: the training time up to this step, in seconds, for `show` and the report. Default: 0, which
+            means that it was not measured, so that they leave it out.
         metadata: other facts, plain JSON, which `pt.Checkpoint.get_metadata` returns.
         retention: which of the trial's checkpoints to keep; the others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.

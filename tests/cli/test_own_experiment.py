@@ -36,6 +36,29 @@ def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, t
     assert (restored.directory / "w").read_bytes() == b"b 1"
 
 
+def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "runs"
+    for experiment, measured in (("unmeasured", {}), ("measured", {"trained_seconds": 12.5})):
+        directory = write(tmp_path / experiment, {"w": b"1"})
+        pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, **measured)  # type: ignore[arg-type]
+
+    shown = json.loads(run("show", target, "unmeasured", "--json").out)
+    facts = json.loads(run("report", target, "unmeasured", "--json").out)
+    assert shown["trained_seconds"] is facts["trials"][0]["trained_seconds"] is facts["cost"]["trained_seconds"] is None
+    assert "trained_seconds" not in run("show", target, "unmeasured").out
+    page = run("report", target, "unmeasured").out
+    assert "| **step** | 1, in 1 attempt |" in page
+    assert "1 attempt; time not measured" in page
+    results = pt.load_results(target, "unmeasured")
+    assert results.to_arrow()["trained_seconds"].to_pylist() == [None]
+    assert ">1 step<" in results.trials["trial"]._repr_html_()
+
+    assert json.loads(run("show", target, "measured", "--json").out)["trained_seconds"] == 12.5
+    page = run("report", target, "measured").out
+    assert "1, after 12 s of training in 1 attempt" in page
+    assert "12 s in 1 attempt" in page
+
+
 def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

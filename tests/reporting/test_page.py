@@ -133,7 +133,7 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
     runs = [row.split(" | ") for row in runs_of(markdown(told.report_input())).splitlines() if "|" in row]
     assert runs[0][-2:] == ["trials added", "attempts |"]
     assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
-    assert "All of them: samples requested +2." in markdown(told.report_input())
+    assert "The same in every row: samples requested +2." in markdown(told.report_input())
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
@@ -325,7 +325,7 @@ def test_what_each_row_would_repeat_is_said_once_above_the_table() -> None:
         told.trains(str(index), 12_345, {"loss": index / 7})
         told.tell(Finished(trial=str(index), reason="enough"))
     trials = markdown(told.report_input()).partition("## Trials")[2].partition("##")[0]
-    assert "All of them: status completed, step 12,345, trained 3 h 25 min." in trials
+    assert "The same in every row: status completed, step 12,345, trained 3 h 25 min." in trials
     assert "| trial | loss | x |" in trials
     assert "checkpoint |" not in trials, "none of them has one"
 
@@ -354,7 +354,7 @@ def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_
     told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
     page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
     assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
-    assert "All of them: status running, host gpu-1." in page
+    assert "The same in every row: status running, host gpu-1." in page
     assert "| trial | step | loss |" in page
     row = next(line for line in page.splitlines() if line.startswith("| [1]"))
     assert [cell.strip() for cell in row.split("|")][2:4] == ["59", "0.25"]

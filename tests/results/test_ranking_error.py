@@ -36,7 +36,7 @@ def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, objec
 
 def test_where_all_errored_the_first_error_is_said() -> None:
     broken = trial(error="KeyError: 'learning_rate'\nTraceback")
-    said = "all 2 errored, the first because KeyError: 'learning_rate'; see results.errors"
+    said = "all 2 errored, the first with KeyError: 'learning_rate'; see results.errors"
     assert why(broken, trial(error="another")) == said
     assert why(broken, trial()) == "nothing was reported"
 

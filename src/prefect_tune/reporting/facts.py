@@ -33,7 +33,8 @@ class TrialFacts:
     config: Mapping[str, object]
     attempts: int
     wasted_steps: int
-    trained_seconds: float
+    trained_seconds: float | None
+    """None if it was not measured."""
     checkpoint: str | None
     """The newest one, as a path below the target."""
     checkpoint_step: int | None
@@ -63,14 +64,15 @@ class Run:
 class Cost:
     """The cost of the experiment."""
 
-    trained_seconds: float
+    trained_seconds: float | None
+    """None if that of a trial was not measured."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
     wasted_steps: int
     """Steps that were trained, lost, and trained again."""
-    wasted_seconds: float
-    """An estimate, from the average time of a step."""
+    wasted_seconds: float | None
+    """An estimate, from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
@@ -165,7 +167,7 @@ class _Says:
             config=dict(trial.config),
             attempts=trial.attempt,
             wasted_steps=trial.wasted_steps,
-            trained_seconds=trial.trained_seconds,
+            trained_seconds=trial.measured_seconds,
             checkpoint=key.folder if key else None,
             checkpoint_step=key.step if key else None,
             run=self.links(owner) if owner else None,
@@ -186,7 +188,8 @@ def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPerio
 
 def _cost(report_input: ReportInput) -> Cost:
     trials, costs, attempts = report_input.trials, report_input.history.costs, report_input.history.attempts
-    trained, steps = sum(each.trained_seconds for each in trials), sum(each.step for each in trials)
+    measured = [each.measured_seconds for each in trials]
+    trained, steps = None if None in measured else sum(filter(None, measured)), sum(each.step for each in trials)
     wasted = sum(each.wasted_steps for each in trials)
     return Cost(
         trained_seconds=trained,
@@ -194,7 +197,7 @@ def _cost(report_input: ReportInput) -> Cost:
         attempts_lost=sum(each.end is AttemptEnd.LOST for each in attempts),
         attempts_failed=sum(each.end is AttemptEnd.FAILED for each in attempts),
         wasted_steps=wasted,
-        wasted_seconds=trained / steps * wasted if steps else 0.0,
+        wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,
         checkpoints_committed=costs.commits,
         committed_bytes=costs.committed_bytes,
         measured_bytes=costs.measured_bytes,

@@ -113,14 +113,10 @@ def _best(facts: Facts) -> Iterator[Block]:
     else:
         return
     yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
-    attempts = plural(best.attempts, "attempt", "attempts")
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
         ("metrics", _clipped(format_metrics(best.metrics), 300)),
-        (
-            "step",
-            f"{format_count(best.step)}, after {format_span(best.trained_seconds)} of training in {attempts}",
-        ),
+        ("step", f"{format_count(best.step)}, {_effort(best)}"),
     ]
     if best.host:
         rows.append(("host", best.host))
@@ -133,6 +129,13 @@ def _best(facts: Facts) -> Iterator[Block]:
     if best.checkpoint:
         yield Text(["Its newest checkpoint, and the command that downloads it:"])
         yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
+
+
+def _effort(best: TrialFacts) -> str:
+    attempts = plural(best.attempts, "attempt", "attempts")
+    if best.trained_seconds is None:
+        return f"in {attempts}"
+    return f"after {format_span(best.trained_seconds)} of training in {attempts}"
 
 
 def _named(best: TrialFacts) -> str:
@@ -186,7 +189,7 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
         yield parameter, [_clipped(format_cell(config.get(parameter))) for config in configs]
     if any(each.attempts > 1 for each in trials):
         yield "attempts", [format_count(each.attempts) for each in trials]
-    yield "trained", [format_span(each.trained_seconds) for each in trials]
+    yield "trained", [_span(each.trained_seconds) for each in trials]
     names = [each.checkpoint.rpartition("/")[2] if each.checkpoint else "" for each in trials]
     yield "checkpoint", [Verbatim(name) if name else "" for name in names]
 
@@ -197,7 +200,7 @@ def _without_repetition(columns: Iterable[tuple[str, Sequence[Cell]]]) -> Iterat
     is_repeated = [len(cells) > 1 and len(set(cells)) == 1 for _, cells in others]
     said = [(name, cells[0]) for (name, cells), is_same in zip(others, is_repeated, strict=True) if is_same]
     if parts := [part for name, cell in said if cell for part in (f", {name} ", cell)]:
-        yield Text(["All of them: ", str(parts[0]).removeprefix(", "), *parts[1:], "."])
+        yield Text(["The same in every row: ", str(parts[0]).removeprefix(", "), *parts[1:], "."])
     shown = [first, *(each for each, is_same in zip(others, is_repeated, strict=True) if not is_same)]
     yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
 
@@ -218,7 +221,7 @@ def _errors(facts: Facts) -> Iterator[Block]:
         [
             ("trial", [_linked(each.trial, each.run) for each in facts.errors]),
             ("step", [format_count(each.step) for each in facts.errors]),
-            ("because", [_clipped(first_line(each.reason), 200) for each in facts.errors]),
+            ("reason", [_clipped(first_line(each.reason), 200) for each in facts.errors]),
         ]
     )
     if count > len(facts.errors):
@@ -267,9 +270,10 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
     repeated = plural(cost.wasted_steps, "journaled step", "journaled steps")
-    steps = f"{repeated} repeated, about {format_span(cost.wasted_seconds)}"
+    steps = f"{repeated} repeated" + ("" if cost.wasted_seconds is None else f", about {_span(cost.wasted_seconds)}")
+    attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.trained_seconds
     rows: list[tuple[str, Cell]] = [
-        ("training", f"{format_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
+        ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
         ("wasted", steps if cost.wasted_steps else "no journaled step was repeated"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
@@ -280,6 +284,10 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
         rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows
+
+
+def _span(seconds: float | None) -> str:
+    return "not measured" if seconds is None else format_span(seconds)
 
 
 def _linked(text: str, address: str | None) -> Cell:

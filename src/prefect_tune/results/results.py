@@ -281,7 +281,7 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
         return f"the last reports have {names}; scope='best' looks at all reports"
     if errored and len(errored) == len(trials):
         first = next(iter(trials))
-        return f"all {len(trials)} errored, the first because {first_line(first.reason)}; see results.errors"
+        return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
     return f"their reports have {names}" if names else "nothing was reported"
 
 

@@ -106,7 +106,7 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 def _show_errors(trials: Sequence[Trial]) -> None:
     errored = [each for each in trials if each.status == "errored"]
     if errored:
-        table = borderless_table("errored", "because")
+        table = borderless_table("errored", "reason")
         for each in errored[:_ERRORS_SHOWN]:
             table.add_row(*plain_cells((each.trial, first_line(each.reason))))
         print_parts("", table)
@@ -129,6 +129,6 @@ def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
         "wasted_steps": trial.wasted_steps,
-        "trained_seconds": trial.trained_seconds,
+        "trained_seconds": trial.measured_seconds,
         "config": dict(trial.config),
     }

@@ -74,7 +74,7 @@ class Trial(Value):
     metrics: Mapping[str, object] = Field(default_factory=dict)
     """The metrics of that step."""
     trained_seconds: float = 0.0
-    """The training time up to that step."""
+    """The training time up to that step, in seconds; 0 also if it was not measured."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The live checkpoints, oldest first."""
     quarantined: tuple[int, ...] = ()
@@ -121,6 +121,11 @@ class Trial(Value):
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         return status_of(self)
 
+    @property
+    def measured_seconds(self) -> float | None:
+        """The training time in seconds; None if it was not measured: the saves of a flow of one's own need not say."""
+        return None if self.step and not self.trained_seconds else self.trained_seconds
+
     def __repr__(self) -> str:
         """Return what a person asks of a trial, on one line."""
         facts = {"trial": self.trial, "status": str(self.status), "step": self.step}
@@ -141,7 +146,7 @@ class Trial(Value):
             "history": Html("<br>".join(_happenings(self))),
             "checkpoint": _checkpoint_html(self),
             "error": code(self.reason) if is_errored else Html(""),
-            "because": Html("") if is_errored else escaped(first_line(self.reason)),
+            "reason": Html("") if is_errored else escaped(first_line(self.reason)),
         }
         title = f"Trial {self.trial} · {status_label(self.status, self.step)}"
         return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
@@ -244,7 +249,8 @@ def _short(text: str) -> str:
 
 
 def _effort(trial: Trial) -> str:
-    effort = f"{plural(trial.step, 'step', 'steps')} in {trial.trained_seconds:,.1f} s"
+    seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
+    effort = f"{plural(trial.step, 'step', 'steps')}{seconds}"
     attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
     again = f", {plural(trial.wasted_steps, 'step', 'steps')} trained again" if trial.wasted_steps else ""
     return f"{effort}{attempts}{again}"
