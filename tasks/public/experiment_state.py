@@ -21,11 +21,12 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import StepReport
-from prefect_tune.task_retries import RETRYING, RETRYING_REFUSALS
+from prefect_tune.task_retries import RETRYING, RETRYING_REFUSALS, run_log
 from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments, TargetLike
 from prefect_tune.tasks.public.attempts import opening_events, trying_again, write
 from prefect_tune.tasks.public.ownership import own
 from prefect_tune.tasks.public.results import ExperimentState, experiment_state
+from prefect_tune.tasks.public.similar_names import similar_experiment
 
 __all__ = ["restore_experiment_state", "sync_experiment_state"]
 
@@ -37,7 +38,8 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     From then on the saves of every other run fail, those of an earlier try of this run too. A checkpoint whose save was
     killed just before it was journaled is adopted, and trials that were running wait to be continued. The first
     `save_checkpoint` of a flow run does the same: call this first to fence an earlier run off before the training, or
-    to see which trials have finished. To look without taking anything over, use `pt.load_results`.
+    to see which trials have finished. To look without taking anything over, use `pt.load_results`. A warning in the
+    log says so if the experiment is new, and its name is similar to that of another one on the target.
 
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
@@ -54,7 +56,11 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
         StoreRefused: the target refused, for example since credentials have expired; this is not retried.
     """
     asked = ExperimentArguments(**locals())
-    return experiment_state(asked.target, own(asked.target, asked.experiment))
+    state = own(asked.target, asked.experiment)
+    is_new = state.epoch == 1 and not state.trials
+    if is_new and (hint := similar_experiment(asked.target, asked.experiment)):
+        run_log().warning("Experiment %r at %s is new%s", asked.experiment, asked.target.uri, hint)
+    return experiment_state(asked.target, state)
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)

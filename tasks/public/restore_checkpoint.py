@@ -21,6 +21,7 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.task_retries import RETRYING, run_log
 from prefect_tune.tasks.public.arguments import Directory, RestoreArguments, TargetLike
 from prefect_tune.tasks.public.results import RestoredCheckpoint, restored_checkpoint
+from prefect_tune.tasks.public.similar_names import similar_experiment, similar_name
 
 __all__ = ["restore_checkpoint"]
 
@@ -46,7 +47,8 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
     """Download a checkpoint of a trial, its newest one by default, and verify every byte; all of it or nothing.
 
     It reads any experiment, that of a running search too, and takes nothing over. A checkpoint that turns out to be
-    damaged is quarantined, and the one before it is restored instead, with an error in the log.
+    damaged is quarantined, and the one before it is restored instead, with an error in the log. A name that is not on
+    the target and is similar to one that is there may be misspelt: a warning in the log says so.
 
     Args:
         directory: where the files go: a directory that is empty, does not exist yet, or has this checkpoint's files.
@@ -75,11 +77,28 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
     for _ in range(_TRIES):
         found = _trial_at(asked)
         with suppress(_RetiredMeanwhileError):
-            return _newest_good(asked, found)
+            return _newest_good(asked, found) or _none_yet(asked)
     raise CheckpointNotFound(
         f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {_TRIES} times its run deleted the checkpoint "
         "during the download. Keep more of them (retention=pt.Retention(last=2)), or restore when that run has ended"
     )
+
+
+def _none_yet(asked: RestoreArguments) -> None:
+    """Return None, and warn if the experiment or the trial is not there and its name may be misspelt."""
+    if missing := _misspelt(asked):
+        run_log().warning("Nothing was restored. %s", missing)
+
+
+def _misspelt(asked: RestoreArguments) -> str:
+    """Return that the experiment or the trial is not on the target, if its name may be misspelt; else an empty text."""
+    with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
+        state = load(store, asked.experiment, side_by_side=transfers)
+    if not state.number:
+        hint = similar_experiment(asked.target, asked.experiment)
+        return f"There is no experiment {asked.experiment!r} at {asked.target.uri}{hint}" if hint else ""
+    hint = similar_name(asked.trial, state.trials) if asked.trial not in state.trials else ""
+    return f"Experiment {asked.experiment!r} at {asked.target.uri} has no trial {asked.trial!r}{hint}" if hint else ""
 
 
 def _trial_at(asked: RestoreArguments) -> Trial | None:
@@ -115,9 +134,10 @@ def _candidates(asked: RestoreArguments, found: Trial | None) -> Sequence[Checkp
         return newest_first
     steps = [each.step for each in reversed(newest_first)]
     if asked.step not in steps:
+        missing = "" if found else _misspelt(asked)
         raise CheckpointNotFound(
             f"trial {asked.trial!r} of experiment {asked.experiment!r} at {asked.target.uri}: no checkpoint of step "
-            f"{asked.step} is committed; those that are: {steps or 'none'}"
+            f"{asked.step} is committed; those that are: {steps or 'none'}{missing and f'. {missing}'}"
         )
     return [each for each in newest_first if each.step == asked.step][:1]
 

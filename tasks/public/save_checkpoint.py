@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -13,7 +14,7 @@ from prefect.runtime import task_run
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.comparison import has_same_files
 from prefect_tune.core.checkpoints.reverification import Reverification
-from prefect_tune.core.errors import AlreadyCommitted, SaveOvertaken
+from prefect_tune.core.errors import AlreadyCommitted, InvalidInput, SaveOvertaken
 from prefect_tune.core.events.experiment_events import CheckpointRef, Event, Reported, Retired
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -64,7 +65,8 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
     `wait_for=[the save before]`.
 
     Args:
-        directory: the local directory; all its files are published. It must not change during the save.
+        directory: the local directory; all its files are published. It has one at least, and must not change during
+            the save.
         target: where it is stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, such as
             `s3-target/prod`, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
@@ -84,8 +86,8 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
         AlreadyCommitted: this step has a checkpoint of other files, or a later step has one. Restore the newest
             checkpoint before you train, or delete it.
         Superseded: another flow run has taken the experiment over. Stop.
-        InvalidInput: an argument is invalid, the directory holds something that cannot be saved, or the experiment is
-            a search. Nothing was written.
+        InvalidInput: an argument is invalid, the directory holds no file or something that cannot be saved, or the
+            experiment is a search. Nothing was written.
         BadMetric: a metric or metadata value cannot be stored.
         StagedFilesChanged: a file changed during the save.
         ResumeFailed: the experiment exists and cannot be read.
@@ -94,6 +96,15 @@ def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the r
     asked = SaveArguments(**locals())
     save = _Save(asked)
     return trying_again(save.committed)
+
+
+def _require_files(directory: Path) -> None:
+    """Refuse what cannot be saved, before anything is written."""
+    if not StagedFiles(directory).files:
+        raise InvalidInput(
+            f"checkpoint directory {directory}: expected at least one file, found none. Nothing was written: save the "
+            "state into it first, or journal a step without a checkpoint by pt.sync_experiment_state(reports=...)"
+        )
 
 
 class _Save:
@@ -110,7 +121,7 @@ class _Save:
 
     def committed(self) -> CommittedCheckpoint:
         """Save and journal the checkpoint; `SaveOvertaken` if another task has changed the trial meanwhile."""
-        StagedFiles(self._asked.directory)  # refuses what cannot be saved, before anything is written
+        _require_files(self._asked.directory)
         state = own(self._target, self._folder.experiment)
         if (found := self._existing(state)) is not None:
             return committed_checkpoint(self._target, self._folder, found)

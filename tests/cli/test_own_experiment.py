@@ -38,9 +38,9 @@ def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, t
 
 def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "runs"
-    for experiment, measured in (("unmeasured", {}), ("measured", {"trained_seconds": 12.5})):
+    for experiment, seconds in (("unmeasured", 0.0), ("measured", 12.5)):
         directory = write(tmp_path / experiment, {"w": b"1"})
-        pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, **measured)  # type: ignore[arg-type]
+        pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, trained_seconds=seconds)
 
     shown = json.loads(run("show", target, "unmeasured", "--json").out)
     facts = json.loads(run("report", target, "unmeasured", "--json").out)

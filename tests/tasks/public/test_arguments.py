@@ -62,6 +62,14 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_owned(
     assert not caller.bucket.objects
 
 
+def test_a_directory_without_a_file_is_refused_and_nothing_is_owned(caller: Caller, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    (empty / "folder").mkdir(parents=True)
+    with pytest.raises(pt.InvalidInput, match=rf"checkpoint directory {empty}: expected at least one file, found none"):
+        pt.save_checkpoint.fn(empty, target=caller.target, experiment="e", step=1)
+    assert not caller.bucket.objects
+
+
 @pytest.mark.parametrize(("bad", "said"), SYNCS.values(), ids=SYNCS)
 def test_what_cannot_be_journaled_is_refused_and_nothing_is_owned(
     caller: Caller, bad: Mapping[str, Any], said: str

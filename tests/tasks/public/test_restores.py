@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.tasks.public import restore_checkpoint
+from prefect_tune.tasks.public import restore_checkpoint, similar_names
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
 
@@ -26,6 +26,69 @@ def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
         return found
 
     caller.patch.setattr(restore_checkpoint, "_trial_at", meanwhile)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    caplog.clear()
+    return found
+
+
+def test_a_name_that_may_be_misspelt_is_a_warning_and_no_error(
+    caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "prefect_tune")
+    caller.experiment = "descent"
+    caller.save(1, trial="slow")
+    place = {"target": caller.target, "experiment": "descent"}
+    uri = caller.target.uri
+
+    assert pt.restore_checkpoint.fn(**{**place, "experiment": "decsent"}) is None
+    said = f"There is no experiment 'decsent' at {uri}; did you mean 'descent'?"
+    assert warnings_of(caplog) == [f"Nothing was restored. {said}"]
+    with pytest.raises(pt.CheckpointNotFound, match=r"those that are: none\. There is no experiment 'decsent' at"):
+        pt.restore_checkpoint.fn(**{**place, "experiment": "decsent"}, step=1)
+
+    assert caller.restore(trial="Slow") is None
+    said = f"Experiment 'descent' at {uri} has no trial 'Slow'; did you mean 'slow'?"
+    assert warnings_of(caplog) == [f"Nothing was restored. {said}"]
+
+    pt.restore_experiment_state.fn(**{**place, "experiment": "descant"})
+    assert warnings_of(caplog) == [f"Experiment 'descant' at {uri} is new; did you mean 'descent'?"]
+    pt.restore_experiment_state.fn(**place)
+    assert caller.restore(trial="slow") is not None
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("name", ["other", "fold-b", "rate-0.2", "x2"])
+def test_a_first_start_beside_others_finds_nothing_and_warns_of_nothing(
+    caller: Caller, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    caplog.set_level(logging.WARNING, "prefect_tune")
+    for trial in ("fold-a", "rate-0.1", "x1"):
+        caller.save(1, trial=trial)
+        caller.experiment = trial
+        caller.save(1)
+    caplog.clear()
+    caller.experiment = name
+    assert caller.restore() is None
+    caller.experiment = "e"
+    assert caller.restore(trial=name) is None
+    assert warnings_of(caplog) == []
+
+
+def test_a_target_whose_experiments_cannot_be_listed_restores_nothing_without_a_warning(
+    caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise pt.StoreRefused("listing is not allowed")
+
+    caller.save(1)
+    caller.experiment = "E"
+    caller.patch.setattr(similar_names, "experiment_names", refused)
+    with caplog.at_level(logging.WARNING, "prefect_tune"):
+        assert caller.restore() is None
+    assert warnings_of(caplog) == []
 
 
 def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
