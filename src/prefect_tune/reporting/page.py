@@ -72,7 +72,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("trials", format_counts(facts.trials_by_status)),
         ("compared by", by),
         ("target", Verbatim(below(facts.where, facts.experiment))),
-        ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
+        ("owner", _linked(f"{run.owner}, epoch {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
         ("as of", facts.age),
         ("ended early", _clipped(first_line(facts.ended_because), 200)),
@@ -252,7 +252,7 @@ def _setting(value: object) -> Cell:
 def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
     runs = facts.runs
-    yield "run", [_linked(format_count(each.epoch), each.link) for each in runs]
+    yield "epoch", [_linked(format_count(each.epoch), each.link) for each in runs]
     yield "owner", [each.owner for each in runs]
     yield "began", [_time(each.began_at) for each in runs]
     yield "last entry", [_time(each.last_heard_at) for each in runs]

@@ -135,7 +135,7 @@ def _draw_ownerships(drawing: Drawing, clock: _Clock, ownerships: Sequence[Owner
     drawing.text((_LEFT - 8, 27), "runs", f"{SMALL} {END}")
     for ownership in ownerships:
         left, right = clock.at(ownership.began), clock.at(ownership.last)
-        said = f"run {ownership.epoch}: {ownership.owner}"
+        said = f"epoch {ownership.epoch}: {ownership.owner}"
         drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Fill(GREY), title=said)
         name = ownership.owner.name if right - left > 7 * len(ownership.owner.name) + 30 else ""
         label = f"{ownership.epoch} {name}".strip()

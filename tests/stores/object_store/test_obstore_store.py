@@ -91,7 +91,7 @@ class TestOnTheSink(StoreContract):
 @pytest.mark.parametrize("act", _ACTS)
 def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str, act: str) -> None:
     store = object_store(moto, bucket="never-created")
-    with pytest.raises(StoreRefused, match="no such bucket: create it, or correct"):
+    with pytest.raises(StoreRefused, match="no such bucket: correct the bucket"):
         _calls(store)[act]()
 
 

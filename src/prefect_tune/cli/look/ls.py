@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from rich.table import Table
 
 from prefect_tune.cli.shared.app import AsJson, Target, command
-from prefect_tune.cli.shared.open_target import looked_at, written_at
+from prefect_tune.cli.shared.nearby_targets import experiments_nearby
+from prefect_tune.cli.shared.open_target import looked_at, place_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, kind_of, named, objective_in
@@ -35,13 +36,14 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time and age of what is shown."""
     with looked_at(target) as store:
         rows = list(_experiments(store))
+        nearby = "" if rows or as_json else experiments_nearby(place_at(target), store)
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
         print_parts(_experiments_table(rows))
         _show_stale(rows)
     else:
-        print(f"{target}: no experiments")
+        print(f"{target}: no experiments{nearby}")
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,16 @@ def place_at(target: str) -> StorageTarget:
 
 @contextmanager
 def looked_at(target: str) -> Iterator[ObjectStore]:
-    """Open a target for reading."""
-    with place_at(target).open(timeout=_TIMEOUT) as store:
+    """Open a target for reading.
+
+    Raises:
+        InvalidInput: it is a folder of this machine that does not exist.
+    """
+    from prefect_tune.cli.shared.nearby_targets import require_folder
+
+    place = place_at(target)
+    require_folder(place)
+    with place.open(timeout=_TIMEOUT) as store:
         yield store
 
 

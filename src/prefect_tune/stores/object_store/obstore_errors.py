@@ -29,7 +29,7 @@ _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
         400: "the server does not accept the request: check region, endpoint and credentials",
         401: "the server does not accept the credentials: correct them",
         403: "the credentials lack the permission, or are wrong",
-        404: "there is no such bucket: create it, or correct the bucket's name or the endpoint",
+        404: "there is no such bucket: correct the bucket's name or the endpoint, or create it",
     }
 )
 

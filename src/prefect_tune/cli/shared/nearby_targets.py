@@ -1,0 +1,73 @@
+"""Suggest the target that a user may have meant, where one does not exist or has no experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect_tune.core.did_you_mean import did_you_mean
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.storage.layout import JournalKey, below
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget
+    from prefect_tune.core.storage.object_store import ObjectStore
+
+_FIRST_ENTRY = JournalKey(experiment="e").entry_path(1).removeprefix("e")
+_LOOK = timedelta(seconds=5)
+_MOST = 5
+
+
+def require_folder(place: StorageTarget) -> None:
+    """Require that the folder of a target on this machine exists.
+
+    Raises:
+        InvalidInput: it does not; a folder beside it that has a similar name is suggested, or those beside it are named.
+    """
+    from prefect_tune.blocks import LocalTarget
+
+    if isinstance(place, LocalTarget) and not place.may_hang and not (folder := Path(place.path)).exists():
+        raise InvalidInput(f"{folder}: there is no such folder; {_beside(folder)}")
+
+
+def experiments_nearby(place: StorageTarget, store: ObjectStore) -> str:
+    """Return, for a target without experiments, where there are some: below it, or in a place of a similar name."""
+    if folders := sorted({each for each in _folders(store) if each}):
+        return f"; there are some at {', '.join(below(place.uri, each) for each in folders[:_MOST])}"
+    with suppress(TuneError):
+        return _similar_prefix(place)
+    return ""
+
+
+def _beside(folder: Path) -> str:
+    parent = folder.parent
+    try:
+        names = sorted(each.name for each in parent.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError:
+        return f"{parent} cannot be read either"
+    if hint := did_you_mean(folder.name, names):
+        return hint.removeprefix("; ")
+    more = ", ..." if len(names) > _MOST else ""
+    return f"{parent} has {', '.join(names[:_MOST]) + more or 'no folders'}"
+
+
+def _folders(store: ObjectStore) -> Iterator[str]:
+    """Yield the folders that hold experiments, relative to the target."""
+    for each in store.list(""):
+        if each.path.endswith(_FIRST_ENTRY):
+            yield each.path.removesuffix(_FIRST_ENTRY).rpartition("/")[0]
+
+
+def _similar_prefix(place: StorageTarget) -> str:
+    """Return a folder of a bucket that has experiments, and is named like the one of `place`."""
+    from prefect_tune.blocks.targets.object_target import ObjectTarget
+
+    if not isinstance(place, ObjectTarget) or not place.prefix:
+        return ""
+    above, _, name = place.prefix.rpartition("/")
+    parent = place.model_copy(update={"prefix": above})
+    with parent.open(timeout=_LOOK) as store:
+        return did_you_mean(name, {each.partition("/")[0] for each in _folders(store)} - {""})
