@@ -26,7 +26,7 @@ _CAUSES: Mapping[str, str] = {
         "wrong region: the bucket is in another one; set region to the bucket's own, and correct the endpoint"
     ),
     r"no such bucket|no such container|NoSuchBucket|ContainerNotFound|bucket does not exist": (
-        "no such bucket or container: correct its name, or create it"
+        "no such bucket or container: create it, or correct its name"
     ),
     (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|InvalidToken|ExpiredToken|invalid_grant"
@@ -44,7 +44,7 @@ _CAUSES: Mapping[str, str] = {
         r"|error sending request|No route to host|Network is unreachable|Unable to connect"
     ): "unreachable: nothing answers at the endpoint; correct its address, or start the server",
     r"status code: (429|5\d\d)": "failing: the service answers, but with errors; look at its log, or try again",
-    r"the root .*does not exist": "missing: the folder does not exist; correct its path, mount its file system, or create it",
+    r"the root .*does not exist": "missing: the folder does not exist; mount its file system, or create it",
     r"this file system (has no|cannot|does not)": (
         "unsuitable: this file system lacks what a store needs; use a local disk, NFS, S3, GCS or Azure"
     ),

@@ -28,7 +28,7 @@ def test_an_experiment_of_ones_own_is_listed_shown_verified_and_kept(run: Run, t
     ]
     shown = json.loads(run("show", target, "own", "--trial", "a", "--json").out)
     assert (shown["status"], shown["reason"], shown["checkpoints"]) == ("completed", "enough", [1, 2])
-    assert run("show", target, "own").code == 0
+    assert "1, 2, 6 B in all" in run("show", target, "own", "--trial", "a").out
     assert run("verify", target, "own").code == 0
     assert run("gc", target, "own").code == 0
     restored = pt.restore_checkpoint.fn(trial="b", step=1, **place)

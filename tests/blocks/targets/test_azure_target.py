@@ -46,7 +46,7 @@ def test_the_uri_names_the_account_and_no_secret() -> None:
     ("status", "code", "wrong"),
     [
         (403, "AuthenticationFailed", "wrong credentials: the service does not accept them"),
-        (404, "ContainerNotFound", "no such bucket or container: correct its name, or create it"),
+        (404, "ContainerNotFound", "no such bucket or container: create it, or correct its name"),
         (403, "AuthorizationPermissionMismatch", "no permission to list, or wrong credentials"),
     ],
 )

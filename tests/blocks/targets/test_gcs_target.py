@@ -67,7 +67,7 @@ def test_the_machines_own_key_file_is_found(
 def test_a_missing_bucket_is_said(emulator: GcsServer) -> None:
     found = _target(emulator, bucket="never-created", anonymous=True).check()
     assert not found.ok
-    assert "no such bucket or container: correct its name, or create it" in found.message
+    assert "no such bucket or container: create it, or correct its name" in found.message
 
 
 def test_a_server_that_is_not_there_is_said(emulator: GcsServer) -> None:

@@ -52,7 +52,7 @@ def test_objects_lie_below_the_prefix(moto: str) -> None:
 def test_a_missing_bucket_is_said(moto: str) -> None:
     found = _target(moto, bucket="never-created").check()
     assert not found.ok
-    assert "no such bucket or container: correct its name, or create it" in found.message
+    assert "no such bucket or container: create it, or correct its name" in found.message
 
 
 @pytest.fixture

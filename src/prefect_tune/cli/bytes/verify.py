@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
@@ -24,6 +26,7 @@ from prefect_tune.core.recovery.stale_reads import current_trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.format_steps import format_steps
 
 
 @command
@@ -42,11 +45,10 @@ def verify(
     with opened(target, experiment) as (store, state):
         trials = trials_today(store, state, chosen_trials(state, trial))
         checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
-        for each in checks:
-            found.append(each)
+        for name, of_trial in groupby(checks, key=lambda each: each.trial):
+            found += (verified := _with_progress(name, of_trial))
             if not as_json:
-                named = f"{each.trial} {each}" if is_search(state) else str(each)
-                print(named, file=sys.stderr if each.damage else sys.stdout)
+                _print(f"{name} " if is_search(state) else "", verified)
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
@@ -65,10 +67,27 @@ class _Verified:
     file_count: int = 0
     damage: str | None = None
 
-    def __str__(self) -> str:
-        if self.damage:
-            return f"step {self.step}: DAMAGED: {self.damage}"
-        return f"step {self.step}: {shown_size(self.size_bytes)} in {plural(self.file_count, 'file', 'files')}, whole"
+
+def _with_progress(trial: str, checks: Iterable[_Verified]) -> Sequence[_Verified]:
+    """Return the checks of a trial; while they run, a terminal shows which step was read last."""
+    done = []
+    with Console(stderr=True).status(f"{trial}: reading") as status:
+        for each in checks:
+            done.append(each)
+            status.update(f"{trial}: step {each.step} is read")
+    return done
+
+
+def _print(trial: str, verified: Sequence[_Verified]) -> None:
+    """Print each damaged checkpoint of a trial, and one line for all that are whole."""
+    for each in verified:
+        if each.damage:
+            print(f"{trial}step {each.step}: DAMAGED: {each.damage}", file=sys.stderr)
+    if whole := [each for each in verified if not each.damage]:
+        steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.step for each in whole])}"
+        size = shown_size(sum(each.size_bytes for each in whole))
+        files = plural(sum(each.file_count for each in whole), "file", "files")
+        print(f"{trial}{steps}: {size} in {files}, whole")
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:

@@ -12,7 +12,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
-from prefect_tune.core.models import first_line
+from prefect_tune.core.models import first_line, shown_size
+from prefect_tune.terminal.format_steps import format_steps
 from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
 from prefect_tune.terminal.freshness import format_moment, freshness_of
 from prefect_tune.terminal.trials_table import trials_table
@@ -38,7 +39,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
-        print_parts(facts_table({**about, "as of": fresh.words(), **_readable(facts, now)}))
+        print_parts(facts_table({**about, "as of": fresh.words(), **_readable(facts, chosen, now)}))
 
 
 def show_search(view: ExperimentView, *, as_json: bool) -> None:
@@ -68,10 +69,14 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
     _show_errors(trials)
 
 
-def _readable(facts: Mapping[str, object], now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with the ages of its times, and without those that only a running trial has."""
-    times = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
-    return {name: times.get(name, value) for name, value in facts.items() if value is not None}
+def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
+    """Return the facts of a trial with the ages of its times and ranges of steps, and without those that are None."""
+    shown = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
+    if trial is not None and trial.checkpoints:
+        size_bytes = sum(each.size_bytes for each in trial.checkpoints)
+        in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
+        shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
+    return {name: shown.get(name, value) for name, value in facts.items() if value is not None}
 
 
 def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:

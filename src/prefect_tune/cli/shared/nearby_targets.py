@@ -25,7 +25,7 @@ def require_folder(place: StorageTarget) -> None:
     """Require that the folder of a target on this machine exists.
 
     Raises:
-        InvalidInput: it does not; a folder beside it that has a similar name is suggested, or those beside it are named.
+        InvalidInput: it does not. The message has the folder beside it with a similar name, or some that are there.
     """
     from prefect_tune.blocks import LocalTarget
 

@@ -188,7 +188,9 @@ class ArrowStore:
         if kind == arrow.FileType.NotFound and is_bucket:
             raise StoreRefused(f"{what}: there is no bucket {root!r}: correct its name, or create it")
         if kind == arrow.FileType.NotFound:
-            raise StoreUnavailable(f"{what}: the root {root!r} does not exist: correct its path, mount what holds it, or create it")
+            raise StoreUnavailable(
+                f"{what}: the root {root!r} does not exist: correct it, mount what holds it, or create it"
+            )
         self._root_was_seen = True
 
     def _write(self, full: str, data: Buffer) -> str:

@@ -131,7 +131,7 @@ class PosixStore:
             status = self._calls.status(root)
         except FileNotFoundError as error:
             raise StoreUnavailable(
-                f"{what}: the root itself does not exist: correct its path, mount the file system that has it, or create it"
+                f"{what}: the root itself does not exist: correct its path, mount its file system, or create it"
             ) from error
         identity = (status.device, status.inode)
         if identity != (self._identity or identity):
