@@ -111,6 +111,15 @@ def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
         assert "alert(1)" in tags.text or "<script>" in tags.text
 
 
+def test_the_run_in_the_prefect_ui_is_a_link_if_its_address_is_known() -> None:
+    for ending in Ending:
+        html = progress_html(state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
+        assert (
+            '<a href="http://ui/runs/flow-run/1?a=&quot;b" target="_blank" rel="noopener">in the Prefect UI</a>' in html
+        )
+        assert "<a " not in progress_html(state(), ending, "")
+
+
 def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
     for html in every_html(tmp_path).values():
         (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)

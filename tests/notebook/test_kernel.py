@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kerne
     assert any("2 running of 2" in each for each in shown.updates)
     assert "2 completed of 2" in shown.html
     assert "done after" in shown.html
+    assert re.search(r'<a href="http://[^"]+/runs/flow-run/[-0-9a-f]{36}" ', shown.html)
     assert "version" not in shown.html  # its table has the metric that trials are compared by
 
 

@@ -15,6 +15,7 @@ from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html
+from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here
 from prefect_tune.notebook.progress_html import progress_html
@@ -30,9 +31,12 @@ _LOG_PERIOD = timedelta(minutes=1)
 class Progress(SearchObserver):
     """A listener that updates a `ProgressTracker`; without a live table it logs the progress at most once a minute."""
 
-    def __init__(self, tracker: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
+    def __init__(
+        self, tracker: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD, link: str | None = None
+    ) -> None:
         self._tracker = tracker
         self._log = log
+        self._link = link
         self._log_period = log_period.total_seconds()
         self._logged_at = time.monotonic()
         self.is_shown = False
@@ -71,7 +75,7 @@ class Progress(SearchObserver):
     def draw_html(self, ending: Ending, why: str) -> tuple[Html, str]:
         """Return the progress as the output of a notebook's cell, and as one line."""
         state = self._tracker.state(time.monotonic())
-        return progress_html(state, ending, why), progress_view.line(state)
+        return progress_html(state, ending, why, self._link), progress_view.line(state)
 
     def fall_back(self, error: Exception) -> None:
         """Log progress lines from now on, after an error of the table."""
@@ -125,4 +129,5 @@ def training_progress(
 
 
 def _begun(experiment: Experiment, outlook: SearchEstimate, log: Log) -> Progress:
-    return Progress(ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC)), log)
+    tracker = ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC))
+    return Progress(tracker, log, link=link_to(experiment.owner) if experiment.owner is not None else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph, soft
@@ -21,24 +22,26 @@ _MOST_NOTES = 4
 _INKS = {Ending.RUNNING: BLUE, Ending.DONE: GREEN, Ending.INTERRUPTED: ORANGE, Ending.FAILED: RED}
 
 
-def progress_html(state: ProgressState, ending: Ending, why: str) -> Html:
+def progress_html(state: ProgressState, ending: Ending, why: str, link: str | None = None) -> Html:
     """Return the output: at most 20 trials and the first errors, for any number of trials.
 
     Args:
         state: the search at this moment.
         ending: how it ended, if it has.
         why: the error of a failure.
+        link: the URL of its run in the Prefect UI; None if it is not known.
     """
-    return cell_html(*_parts(state, ending, why))
+    return cell_html(*_parts(state, ending, why, link))
 
 
-def _parts(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
+def _parts(state: ProgressState, ending: Ending, why: str, link: str | None) -> Iterator[Html]:
     yield paragraph(escaped(state.outlook.experiment), kind="pt-title")
     yield paragraph(*_headline(state, ending, why), kind="pt-bad" if ending is Ending.FAILED else "")
     if state.share is not None:
         has_failed = state.counts.get(Status.ERRORED, 0) == sum(state.counts.values()) > 0
         yield _bar(state.share, RED if has_failed else _INKS[ending])
-    yield facts_table({name: escaped(text) for name, text in head_facts(state).items()})
+    facts = {name: escaped(text) for name, text in head_facts(state).items()}
+    yield facts_table({**facts, "run": _link(link) if link else Html("")})
     objective = state.outlook.objective
     trials = chosen_trials(state, _MOST_ROWS)
     best = state.best.trial if state.best is not None and objective is not None else None
@@ -74,6 +77,10 @@ def _pace(state: ProgressState) -> Iterator[str]:
         yield f"about {format_duration(state.left)} left"
     if state.reports_per_second:
         yield f"{state.reports_per_second:.3g} reports/s"
+
+
+def _link(address: str) -> Html:
+    return Html(f'<a href="{escape(address)}" target="_blank" rel="noopener">in the Prefect UI</a>')
 
 
 def _words_of(note: Note) -> str:
