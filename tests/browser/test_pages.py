@@ -23,7 +23,7 @@ FIRST = [
 HIGHEST = 2_000
 """Pixels, of a form that had 4,400 with all parameters in one list."""
 PATIENCE_MS = 120_000
-ALERTS = ["prefect-tune: new best", "prefect-tune: run failed"]
+ALERTS = ["prefect-tune: alert on a new best trial", "prefect-tune: alert on a failed run"]
 
 
 def test_the_description_of_a_deployment_has_an_example_to_copy(ui: Ui) -> None:

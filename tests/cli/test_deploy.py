@@ -122,7 +122,7 @@ def test_prefects_own_command_deploys_the_shipped_file(
 
 def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectClient) -> None:
     uninstall_automations()
-    restarts = ["prefect-tune: start again after a crash", "prefect-tune: take a silent run for crashed"]
+    restarts = ["prefect-tune: restart a crashed run", "prefect-tune: mark a run without heartbeats as crashed"]
     said = run("deploy", "tune", "--work-pool", POOL).out
     assert [line for line in said.splitlines() if line.startswith("automation")] == [
         f"automation  on   {name}" for name in restarts
@@ -132,9 +132,11 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
 
     CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/").save("deploy-alerts", overwrite=True)
     said = run("deploy", "tune", "--work-pool", POOL, "--notify", "custom-webhook/deploy-alerts").out
-    assert "automation  on   prefect-tune: new best\n" in said
+    assert "automation  on   prefect-tune: alert on a new best trial\n" in said
     assert "alerts are not installed" not in said
-    assert "prefect-tune: new best" in run("deploy", "tune", "--work-pool", POOL).out, "what is there is kept"
+    assert "prefect-tune: alert on a new best trial" in run("deploy", "tune", "--work-pool", POOL).out, (
+        "what is there is kept"
+    )
     refused = run("deploy", "tune", *TO, "--notify", "custom-webhook/deploy-alerts")
     assert (refused.code, "leave out --no-automations" in refused.err) == (2, True)
     uninstall_automations()

@@ -34,7 +34,7 @@ from tests.flows.driver import until
 from tests.flows.training import trial_at
 from tests.trainables.moody import Moody
 
-CORRUPT, BEST = "prefect-tune: corrupt checkpoint", "prefect-tune: new best"
+CORRUPT, BEST = "prefect-tune: alert on a damaged checkpoint", "prefect-tune: alert on a new best trial"
 REPOSITORY = Path(__file__).parents[2]
 POOL = "comes-back"
 
@@ -81,7 +81,7 @@ class TestInstalled:
         old.update()
         install_automations()
         assert not found()[BEST]["enabled"]
-        assert found()["prefect-tune: start again after a crash"]["enabled"]
+        assert found()["prefect-tune: restart a crashed run"]["enabled"]
 
     def test_installing_twice_changes_nothing_and_another_window_is_brought_up_to_date(self) -> None:
         install_automations(heartbeat_window_seconds=90)
@@ -90,8 +90,29 @@ class TestInstalled:
         assert found() == first
         install_automations(heartbeat_window_seconds=120)
         changed = {name for name, each in found().items() if each["updated"] != first[name]["updated"]}
-        assert changed == {"prefect-tune: take a silent run for crashed"}
+        assert changed == {"prefect-tune: mark a run without heartbeats as crashed"}
         assert found()[changed.pop()]["trigger"]["within"] == 120
+
+    def test_one_of_an_earlier_release_is_renamed_and_keeps_what_a_person_changed(self) -> None:
+        for name, spec in shipped(timedelta(seconds=90)).items():
+            old: Any = Automation.read(name=install_automations(names=[spec.former_name])[0])
+            assert old.name == name
+            old.name, old.enabled = spec.former_name, False
+            old.update()
+        before = {each["id"] for each in found().values()}
+        assert install_automations() == automation_names()
+        assert set(found()) == set(automation_names())
+        assert {each["id"] for each in found().values()} == before
+        assert not any(each["enabled"] for each in found().values())
+
+        mine: Any = Automation.read(name=BEST)
+        mine.name = "prefect-tune: new best"  # as an earlier release leaves it beside the new one
+        Automation(**mine.model_dump(exclude={"id"})).create()
+        assert install_automations(names=["prefect-tune: new best"]) == [BEST]
+        assert "prefect-tune: new best" not in found()
+        mine.update()
+        assert uninstall_automations(names=[BEST]) == [BEST]
+        assert {BEST, "prefect-tune: new best"}.isdisjoint(found())
 
     def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
         install_automations(names=[BEST])
@@ -112,7 +133,7 @@ class TestInstalled:
         assert (found()[BEST]["actions"][0]["body"], found()[BEST]["enabled"]) == ("mine", False)
         install_automations(notify="custom-webhook/tune-alerts")
         assert "{{ event.payload.trial }}" in found()[BEST]["actions"][0]["body"]
-        assert actions_of("prefect-tune: start again after a crash") == ["change-flow-run-state"]
+        assert actions_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
         assert not found()[BEST]["enabled"]
 
     @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def install_automations(
 ) -> Sequence[str]:
     """Install automations on the Prefect server, or update existing ones; return their names.
 
-    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An
-    alert without an action is switched off. An update keeps whether any other automation is enabled, and keeps an
-    alert's actions unless `notify` or `run` is passed.
+    Automations are matched by name, or by the name that they had in earlier releases, and then renamed; others are
+    not changed. Installing twice is the same as installing once. An alert without an action is switched off. An update
+    keeps whether any other automation is enabled, and keeps an alert's actions unless `notify` or `run` is passed.
 
     Args:
-        names: some of `automation_names()`. Default: all.
+        names: some of `automation_names()`, or of the names in earlier releases. Default: all.
         notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
         run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
             is switched off: add an action in the UI, and switch it on.
@@ -109,7 +109,7 @@ def apply_automations(
     with prefect_server("automations") as client:
         actions = _actions(client, notify, run, parameters)
         idle = [] if actions or without_action == "switch off" else [each for each in chosen if each.is_alert]
-        wanted = [each for each in chosen if each not in idle or client.read_automations_by_name(each.name)]
+        wanted = [each for each in chosen if each not in idle or _found(client, each)]
         return [_installed(client, each, actions) for each in wanted]
 
 
@@ -123,7 +123,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     removed = []
     with prefect_server("automations") as client:
         for each in _chosen(names, _window(None)):
-            found = client.read_automations_by_name(each.name)
+            found = _found(client, each)
             for automation in found:
                 client.delete_automation(automation.id)
             removed += [each.name] if found else []
@@ -151,8 +151,9 @@ def _window(seconds: float | None) -> timedelta:
 
 def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
     known = shipped(window)
-    if isinstance(names, str):
-        names = [names]
+    if names is not None:
+        renamed = {each.former_name: name for name, each in known.items()}
+        names = [renamed.get(each, each) for each in ([names] if isinstance(names, str) else names)]
     if unknown := set(names or ()) - set(known):
         raise InvalidInput(f"automations: expected one of {', '.join(map(repr, known))}, found {min(unknown)!r}")
     return [each for name, each in known.items() if names is None or name in names]
@@ -191,14 +192,20 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
         raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
 
 
+def _found(client: SyncPrefectClient, wanted: AutomationSpec) -> Sequence[Automation]:
+    """Return the automation as it is on the server, also under its former name; more than one of duplicates."""
+    names = (wanted.name, wanted.former_name)
+    return [each for name in names for each in client.read_automations_by_name(name)]
+
+
 def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
-    found = client.read_automations_by_name(wanted.name)
+    found = _found(client, wanted)
     if not found:
         new = _automation(wanted, actions or [DoNothing()], enabled=bool(wanted.acts or actions))
         client.create_automation(new)
         return _as_installed(wanted, new)
     first, *others = found
-    for each in others:  # concurrent installs created duplicates
+    for each in others:  # concurrent installs created duplicates, or an earlier release has installed its own
         client.delete_automation(each.id)
     enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
     new = _automation(wanted, actions or first.actions, enabled=enabled)

@@ -28,6 +28,16 @@ from prefect_tune.core.notifications.prefect_events import (
 __all__ = ["AutomationSpec", "shipped"]
 
 _PREFIX = "prefect-tune: "
+_FORMER_NAMES = {
+    "restart a crashed run": "start again after a crash",
+    "mark a run without heartbeats as crashed": "take a silent run for crashed",
+    "alert on a damaged checkpoint": "corrupt checkpoint",
+    "alert on a new best trial": "new best",
+    "alert on a trial without reports": "stale trial",
+    "alert on late saves": "lag",
+    "alert on 80 % of a budget": "budget at 80 %",
+    "alert on a failed run": "run failed",
+}
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
@@ -61,6 +71,11 @@ class AutomationSpec:
     """The message of an alert, as a Prefect template."""
 
     @property
+    def former_name(self) -> str:
+        """Its name in earlier releases, by which an installed one is found and renamed."""
+        return f"{_PREFIX}{_FORMER_NAMES[self.name.removeprefix(_PREFIX)]}"
+
+    @property
     def is_alert(self) -> bool:
         """Whether the user chooses its actions; without one it is switched off."""
         return not self.acts
@@ -82,7 +97,7 @@ def _start_again() -> AutomationSpec:
     After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
     """
     return AutomationSpec(
-        f"{_PREFIX}start again after a crash",
+        f"{_PREFIX}restart a crashed run",
         f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
         "resumes from its last commit. If its process is still alive, only one of the two can commit.",
         EventTrigger(
@@ -106,7 +121,7 @@ def _start_again() -> AutomationSpec:
 def _silent(window: timedelta) -> AutomationSpec:
     """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
     return AutomationSpec(
-        f"{_PREFIX}take a silent run for crashed",
+        f"{_PREFIX}mark a run without heartbeats as crashed",
         f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
         "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
         EventTrigger(
@@ -145,37 +160,37 @@ def _alert(name: str, news: type[LifecycleEvent], description: str, says: str) -
 
 _ALERTS = (
     _alert(
-        "corrupt checkpoint",
+        "alert on a damaged checkpoint",
         CheckpointCorruptFound,
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
     ),
     _alert(
-        "new best",
+        "alert on a new best trial",
         BestImproved,
         "A trial is the best so far: notify, or run a deployment that evaluates its model.",
         "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: {{ event.payload.metrics }}",
     ),
     _alert(
-        "stale trial",
+        "alert on a trial without reports",
         TrialStale,
         "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
         "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
     ),
     _alert(
-        "lag",
+        "alert on late saves",
         SyncLagged,
         "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
         "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
     ),
     _alert(
-        "budget at 80 %",
+        "alert on 80 % of a budget",
         BudgetNearlySpent,
         "80 % of a budget is spent: time, training time or trials.",
         "{{ event.payload.spent }} of {{ event.payload.budget }} are spent ({{ event.payload.what }})",
     ),
     _alert(
-        "run failed",
+        "alert on a failed run",
         ExperimentFailed,
         "A run ended with an error. It is not restarted: remove the cause first.",
         "its run failed: {{ event.payload.message }}",
