@@ -58,7 +58,7 @@ TESTED = {
     SPACES: {"python", "json"},
     SCHEDULERS: {"python"},
     OPTUNA: {"python"},
-    STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stop.py
+    STOPPING: {"python", "json", "bash"},
     RESULTS: {"python"},
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
@@ -72,7 +72,7 @@ TESTED = {
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
     DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/deploy/test_deployment_parameters.py
-    RESUME: {"python"},
+    RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
@@ -171,7 +171,9 @@ def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, t
     assert "created  maintain/hourly" in done.stdout
 
 
-def test_the_trainable_on_the_page_on_resuming_asks_and_goes_on_as_it_is_answered(tmp_path: Path) -> None:
+def test_the_page_on_resuming_works_and_its_trainable_asks_and_goes_on_as_it_is_answered(
+    prefect_server: str, tmp_path: Path
+) -> None:
     asking = [
         "class Session:",
         "    def ask(self, question, fields, key, save):",
@@ -186,7 +188,8 @@ def test_the_trainable_on_the_page_on_resuming_asks_and_goes_on_as_it_is_answere
         "careful.load_checkpoint('.')",
         "assert (careful.steps, careful.rate) == (4, 0.25)",
     ]
-    done = run_blocks([*blocks_of(RESUME), Block("python", "\n".join(asking))], tmp_path, {})
+    environment = {"PREFECT_API_URL": prefect_server}
+    done = run_blocks([*blocks_of(RESUME), Block("python", "\n".join(asking))], tmp_path, environment)
     assert done.returncode == 0, done.stdout
 
 
@@ -229,10 +232,12 @@ def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_ser
     assert "step 40: 4.77 MiB in 2 files, whole" in done.stdout
 
 
-def test_the_page_on_stopping_works_from_top_to_bottom(tmp_path: Path) -> None:
-    runs = [block for block in blocks_of(STOPPING) if block.language == "python"]
-    done = run_blocks(runs, tmp_path, {})
+def test_the_page_on_stopping_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    runs = [block for block in blocks_of(STOPPING) if block.language != "json"]
+    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
+    assert re.search(r"^trial 00001 .*diverges", done.stdout, re.MULTILINE)
+    assert re.search(r"^experiment 'digits' ", done.stdout, re.MULTILINE)
 
 
 def test_the_page_on_stopping_names_options_and_stoppers_that_there_are() -> None:

@@ -20,7 +20,8 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "stopping.md"
     lines = "".join(each.code for each in blocks_of(page) if each.language == "bash").splitlines()
-    one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in lines if line)
+    stops = [line for line in lines if line.startswith("prefect-tune stop ")]
+    one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in stops)
     trial = run(*one, "--wait-seconds", 0)
     assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step = 3 reached 3\n")
     asked = run(*whole)
