@@ -38,7 +38,8 @@ def delete_checkpoint(
 ) -> int:
     """Delete the checkpoint of a trial's step: first in the journal, then the bytes that no other checkpoint needs.
 
-    The flow run owns the experiment from then on, as with `save_checkpoint`. Deleting it again deletes nothing. If the
+    The flow run owns the experiment from then on, as with `save_checkpoint`. A quarantined checkpoint of the step is
+    deleted too, and cannot be released then. Deleting it again deletes nothing. If the
     newest checkpoint is deleted, the trial goes back to the one before it, and may save that step again. If the trial
     is running, its next attempt begins there at once, so that `show` and results have the step and metrics of it.
 
@@ -84,7 +85,8 @@ def _retired(asked: DeleteArguments) -> tuple[Experiment, Sequence[CheckpointKey
     """Retire the checkpoints of the step; return those to delete: these, or what an interrupted deletion has left."""
     state = own(asked.target, asked.experiment)
     found = state.trial(asked.trial)
-    going = [each for each in found.checkpoints if each.step == asked.step]
+    every = (*found.checkpoints, *(each.checkpoint for each in found.aside))
+    going = [each for each in every if each.step == asked.step]
     if not going:
         return state, _left_over(asked, found)
     events = [Retired(trial=asked.trial, retires=tuple(each.sequence for each in going)), *_going_back(found, going)]

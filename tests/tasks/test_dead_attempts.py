@@ -69,7 +69,7 @@ def states_after_a_takeover(client: SyncPrefectClient, owner: Owner) -> Mapping[
             each.join(timeout=60)
     assert owner.flow_run is not None
     only = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(owner.flow_run)]))
-    runs = client.read_task_runs(flow_run_filter=only)
+    runs = client.read_task_runs(flow_run_filter=only, limit=200)
     return {each.name: each.state_name for each in runs}
 
 
@@ -103,6 +103,19 @@ def test_attempts_of_a_flow_run_that_is_alive_keep_their_states(
 ) -> None:
     alive = Owner(name="alive", host=host, pid=pid(), flow_run=str(flow_run_in(client, Running())))
     assert set(states_after_a_takeover(client, alive).values()) == {"Running"}
+
+
+def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = SyncPrefectClient.read_task_runs
+
+    def one_at_a_time(client: SyncPrefectClient, **more: Any) -> list[TaskRun]:
+        return listed(client, **{"limit": 1, **more})
+
+    owner = Owner(name="dead", host=HERE, pid=_ended_process(), flow_run=str(flow_run_in(client, Crashed())))
+    monkeypatch.setattr(SyncPrefectClient, "read_task_runs", one_at_a_time)
+    assert states_after_a_takeover(client, owner) == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
 
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:

@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import State, StateType, TaskRun, TaskRunResult
+from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import PrefectException
 from prefect.states import Crashed
 
@@ -59,10 +60,15 @@ def set_crashed(flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, message: 
 
 
 def _live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
-    return client.read_task_runs(
-        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run])),
-        task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE))),
-    )
+    """Return all task runs that have not ended; the server returns no more than its limit at a time, 200 by default."""
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE)))
+    runs: list[TaskRun] = []
+    while page := client.read_task_runs(
+        flow_run_filter=of_run, task_run_filter=live, sort=TaskRunSort.ID_DESC, offset=len(runs)
+    ):
+        runs += page
+    return runs
 
 
 def _callers(run: TaskRun) -> set[UUID]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import json
 import pickle
 from pathlib import Path
@@ -91,6 +92,31 @@ def spoil(caller: Caller, step: int) -> None:
     for path, data in caller.bucket.objects.items():
         if "/blobs/" in path and path.endswith(f"-{sequence:010d}"):
             caller.bucket.objects[path] = bytes(len(data))
+
+
+def spoil_manifest(caller: Caller, step: int) -> None:
+    (path,) = (path for path in caller.bucket.objects if path.endswith("/manifest.json") and f"/{step:010d}-" in path)
+    caller.bucket.objects[path] = b"{"
+
+
+@pytest.mark.parametrize("damage", [spoil, spoil_manifest])
+def test_a_quarantined_checkpoint_is_deleted_with_its_bytes_and_cannot_be_released(
+    caller: Caller, damage: Callable[[Caller, int], None]
+) -> None:
+    for step in (1, 2):
+        caller.save(step)
+    damage(caller, 2)
+    assert caller.restore() is not None
+    assert [each.checkpoint.step for each in trial_of(caller).aside] == [2]
+    assert caller.delete(2) > 0
+    left = trial_of(caller)
+    assert (left.aside, left.quarantined, [each.step for each in left.checkpoints]) == ((), (), [1])
+    assert sum("manifest" in path for path in caller.bucket.objects) == 1
+    assert caller.delete(2) == 0
+    caller.begin("later").save(2, "otherwise")
+    again = caller.restore()
+    assert again is not None
+    assert files_in(again.directory) == files_in(caller.directory(2, "otherwise"))
 
 
 def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(caller: Caller) -> None:
