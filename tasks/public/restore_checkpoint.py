@@ -77,17 +77,14 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
     for _ in range(_TRIES):
         found = _trial_at(asked)
         with suppress(_RetiredMeanwhileError):
-            return _newest_good(asked, found) or _none_yet(asked)
+            restored = _newest_good(asked, found)
+            if restored is None and (missing := _misspelt(asked)):
+                run_log().warning("Nothing was restored. %s", missing)
+            return restored
     raise CheckpointNotFound(
         f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {_TRIES} times its run deleted the checkpoint "
         "during the download. Keep more of them (retention=pt.Retention(last=2)), or restore when that run has ended"
     )
-
-
-def _none_yet(asked: RestoreArguments) -> None:
-    """Return None, and warn if the experiment or the trial is not there and its name may be misspelt."""
-    if missing := _misspelt(asked):
-        run_log().warning("Nothing was restored. %s", missing)
 
 
 def _misspelt(asked: RestoreArguments) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
