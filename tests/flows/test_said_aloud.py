@@ -10,14 +10,10 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Absorbed, Cause, Described, Event, GaveUp, Reported, TrialAdded
+from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.models import StepReport
-from prefect_tune.core.search.objective import Objective
-from prefect_tune.monitoring.subscribers import MetricCheck
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.supervisor.search_link import StepReported
 from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
 
@@ -112,78 +108,13 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     assert last.startswith("e: 1 errored of 1 after ")
 
 
-# -------------------------------------------------------------------------------------------------- the metric
-
-
-def told(**metrics: object) -> StepReported:
-    return StepReported("00000", StepReport(step=1, metrics=metrics), asks=False)
-
-
-def health() -> MetricCheck:
-    return MetricCheck(Objective(metrics=("los",), modes=("min",)), LOG)
-
-
-def test_a_metric_that_the_first_report_lacks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    looks = health()
-    for _ in range(3):
-        looks.reported(told(loss=1.0), nothing_yet("e"))
-    assert caplog.messages == ["trial 00000 reported ['loss'], without the metric 'los'"]
-
-
-def test_a_metric_that_no_report_has_is_an_error_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    looks = health()
-    looks.reported(told(loss=1.0), nothing_yet("e"))
-    looks.conclude()
-    (_, error) = caplog.records
-    assert error.levelname == "ERROR"
-    assert error.getMessage() == (
-        "no report had the metric 'los': trials were not compared by it; correct it, and choose another experiment "
-        "name; did you mean 'loss'?"
-    )
-
-
-def test_a_metric_that_a_later_report_has_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    looks = health()
-    looks.reported(told(loss=1.0), nothing_yet("e"))
-    looks.reported(told(los=1.0), nothing_yet("e"))
-    looks.conclude()
-    assert [each.levelname for each in caplog.records] == ["WARNING"]
-
-
-def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
-    for metrics in ({"loss": 1.0}, {"los": "1.0"}):
-        looks, report = health(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
-        for number in (1, 2):
-            looks.happened(Absorbed(trial="00000", number=number, events=(report, report)), nothing_yet("e"))
-    assert caplog.messages == [
-        "trial 00000 reported ['loss'], without the metric 'los'",
-        "trial 00000 reported the metric 'los' as text, not as a number: '1.0'",
-    ]
-
-
-def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    looks = health()
-    looks.reported(told(los=float("nan")), nothing_yet("e"))
-    looks.reported(told(loss=1.0), nothing_yet("e"))
-    assert caplog.messages == []
+# -------------------------------------------------------------------------------------------------- no checkpoint
 
 
 def unsaved(_config: Mapping[str, Any]) -> None:
     """Report two steps and save none, until a scheduler has it pause."""
     for _ in range(2):
         pt.report({"loss": 1.0})
-
-
-@pytest.mark.usefixtures("prefect_server")
-def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
-    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
-) -> None:
-    pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
-    assert "trial 00000 reported ['loss'], without the metric 'los'" in caplog.text
-    assert caplog.text.count("no report had the metric 'los'") == 1
-
-
-# -------------------------------------------------------------------------------------------------- no checkpoint
 
 
 @pytest.mark.usefixtures("prefect_server")

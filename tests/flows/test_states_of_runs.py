@@ -13,7 +13,6 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results.results import Results
-from tests.fakes.failed_searches import results_of_failed
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run
@@ -25,12 +24,22 @@ HALF = ASHA(max_t=4, reduction_factor=2)
 BREAKS_BELOW = pt.sample_from(lambda config: config["x"] < 0.07)
 
 
-def searched(target: LocalTarget, xs: Sequence[float], **options: Any) -> Results:
+class Forgetful(Fragile):
+    """Reports its accuracy only if `config["x"]` is more than 0.2."""
+
+    def step(self) -> Mapping[str, Any]:
+        x = super().step()["loss"]
+        return {"accuracy": x} if x > 0.2 else {"loss": x}
+
+
+def searched(
+    target: LocalTarget, xs: Sequence[float], trainable: type[pt.Trainable] = Fragile, **options: Any
+) -> Results:
     """Search these values of `x`, one after the other."""
     space = {"x": pt.grid_search(xs), "breaks": BREAKS_BELOW, **options.pop("also", {})}
     common: Mapping[str, Any] = {"target": target, "experiment": NAME, "num_samples": 1, "max_concurrent_trials": 1}
     defaults: Mapping[str, Any] = {"metric": "loss", "stop": {"step": 4}, "isolation": "thread"}
-    results: Results = pt.tune(Fragile, space, **common, **{**defaults, **options})
+    results: Results = pt.tune(trainable, space, **common, **{**defaults, **options})
     return results
 
 
@@ -103,14 +112,13 @@ def test_attempts_of_a_search_that_stops_end_interrupted(local_target: LocalTarg
 def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_once(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = results_of_failed(lambda: searched(local_target, [0.1], scheduler=HALF, metric="accuracy"))
-    require_states(run_of(results), {"train 00000 · attempt 1": ("Failed", "")})
-    begins, ends = (
-        each for each in caplog.messages if each.startswith("trial 00000 ") and "without the metric" not in each
-    )
-    assert begins.startswith("trial 00000 begins: ")
+    results = searched(local_target, [0.3, 0.1], Forgetful, scheduler=HALF, metric="accuracy")
+    states = {"train 00000 · attempt 1": ("Completed", ""), "train 00001 · attempt 1": ("Failed", "")}
+    require_states(run_of(results), states)
+    begins, ends = (each for each in caplog.messages if each.startswith("trial 00001 "))
+    assert begins.startswith("trial 00001 begins: ")
     assert ends.startswith(
-        "trial 00000 errored at step 1: trial '00000', step 1: expected a number for metric 'accuracy'"
+        "trial 00001 errored at step 1: trial '00001', step 1: expected a number for metric 'accuracy'"
     )
 
 

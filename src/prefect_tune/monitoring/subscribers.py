@@ -9,13 +9,10 @@ from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events.experiment_events import Absorbed, Event, Reported
+from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import Curves
-from prefect_tune.core.models import StepReport, metric_in
-from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
@@ -26,7 +23,6 @@ from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -71,7 +67,6 @@ class Subscribers:
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
-        checks = [MetricCheck(self._search.objective, log)] if self._search.objective else []
         lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
         callbacks.start(journal_writer.experiment)
         try:
@@ -81,9 +76,7 @@ class Subscribers:
                 progress(journal_writer.experiment, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
                 LiveStatusObserver(self._target, journal_writer.experiment, self._live_period, runs) as live,
             ):
-                yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live, *checks])
-                for check in checks:
-                    check.conclude()
+                yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)
@@ -115,45 +108,3 @@ class _CurveKeeper(SearchObserver):
             self.curves.tell_event(event)
             if self.curves.report_count > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
-
-
-class MetricCheck(SearchObserver):
-    """Warns when the first report of a run lacks the metric that trials are compared by, and again if all lacked it."""
-
-    def __init__(self, objective: Objective, log: Log) -> None:
-        self._objective = objective
-        self._log = log
-        self._is_done = False
-        self._missing: dict[str, Sequence[str]] = {}
-        """Each metric that no report of this run had, with those that the first one had."""
-
-    def conclude(self) -> None:
-        """Log an error if no report had a metric: the search ends as if it had compared its trials."""
-        for name, found in self._missing.items():
-            advice = f"correct it, and choose another experiment name{did_you_mean(name, found)}"
-            self._log.error("no report had the metric %r: trials were not compared by it; %s", name, advice)
-
-    def happened(self, event: Event, experiment: Experiment) -> None:
-        """Check the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
-        del experiment
-        if isinstance(event, Absorbed):
-            for each in (each for each in event.events if isinstance(each, Reported)):
-                self._check(each.trial, each.report)
-
-    def reported(self, step: StepReported, experiment: Experiment) -> None:
-        del experiment
-        self._check(step.trial, step.report)
-
-    def _check(self, trial: str, report: StepReport) -> None:
-        for name in [each for each in self._missing if metric_in(report.metrics, each) is not None]:
-            del self._missing[name]
-        if self._is_done:
-            return
-        self._is_done = True
-        for name in self._objective.metrics:
-            value = metric_in(report.metrics, name)
-            if isinstance(value, str):
-                self._log.warning("trial %s reported the metric %r as text, not as a number: %r", trial, name, value)
-            elif value is None:
-                self._missing[name] = sorted(report.metrics)
-                self._log.warning("trial %s reported %s, without the metric %r", trial, self._missing[name], name)

@@ -10,7 +10,8 @@ from pathlib import Path
 from prefect.logging import get_run_logger
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.search.objective import Objective
@@ -29,8 +30,9 @@ class SearchLimits:
     """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
     max_concurrent_trials: int
     """The number of slots, which the options only bound."""
-    ends: str = ""
-    """Reason that no new trial starts; empty while trials may start."""
+    why_end: Callable[[Experiment, BadMetric | None], str] = lambda _state, _undecided: ""
+    """Returns why the run ends now, empty while it continues, from its state and the error of a scheduler that could
+    not decide, if it could not."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
     """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.models import canonical_json, plural
+from prefect_tune.core.models import canonical_json, metric_in, plural
 from prefect_tune.parameters.argument_checks import name_of
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 from prefect_tune.supervisor.process_channel import Log
@@ -49,7 +50,8 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     """Require that the journal's earlier decisions keep their meaning under these settings.
 
     Raises:
-        InvalidInput: the experiment is a single training, or its metric, mode or seed differs from today's.
+        InvalidInput: the experiment is a single training, or its seed differs from today's, or its metric or mode if
+            trials were compared by it.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
@@ -58,11 +60,19 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     for name, why in _FIXED.items():
         default = SearchPlan.model_fields[name].default  # settings omit it
         before, now = state.settings.get(name, default), settings.get(name, default)
-        if state.trials and before != now:
+        if state.trials and before != now and (name == "seed" or _has_compared(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{why}. Pass {before!r}, or choose another experiment name"
             )
+
+
+def _has_compared(state: Experiment) -> bool:
+    """Whether a decision or proposal may have used the metric: not if it is misspelt, so that no report has it."""
+    objective, trials = objective_in(state.settings), state.trials.values()
+    if objective is None or any(each.what == "decided" for trial in trials for each in trial.past):
+        return True
+    return all(any(metric_in(each.metrics, name) is not None for each in trials) for name in objective.metrics)
 
 
 def require_search(state: Experiment, uri: str) -> None:

@@ -81,7 +81,6 @@ class Driver:
         self._startable: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
-        self._broken: dict[str, str] = {}  # trials whose report lacked the metric, and the error
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._search_is_done = False
 
@@ -138,6 +137,8 @@ class Driver:
             self._merger.settle(trial)
             self._decide_what_is_open(trial)
             state = self._state.trial(trial)
+            if self._stopping.ends:
+                return None
             if state.phase is Phase.PENDING:
                 return trial
             self._let_go_on(state)
@@ -245,13 +246,11 @@ class Driver:
         if not step.asks:
             return
         try:
-            decision = self._decided(step.trial, step.report)
+            answer = self._answer(step.trial, self._decided(step.trial, step.report))
         except BadMetric as error:
-            self._broken[step.trial] = str(error)
-            leave = Leave(reason=str(error), save=False, for_good=False, end="errored")
-            self._pending_entry.then(lambda: self._executor.answer(step.trial, leave, step.report.step))
-            return
-        answer = self._answer(step.trial, decision)
+            if (leave := self._failure_handler.undecided(step.trial, error)) is None:
+                return
+            answer = leave
         self._pending_entry.then(lambda: self._executor.answer(step.trial, answer, step.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
@@ -287,8 +286,8 @@ class Driver:
         """Handle the end of an attempt, by the state that its journal gives."""
         trial = self._state.trial(over.trial)
         began = trial.attempt > self._attempts.pop(over.trial)
-        if over.trial in self._broken:
-            self._failure_handler.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+        if self._failure_handler.conclude_undecided(trial.trial):
+            pass
         elif over.error is not None and not (trial.apart and isinstance(over.error, Exception)):
             raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
         elif isinstance(over.error, ResumeFailed | InvalidInput):
@@ -386,7 +385,8 @@ class Driver:
         try:
             answer = self._answer(name, self._decided(name, report))
         except BadMetric as error:
-            self._failure_handler.give_up(name, Cause.BAD_METRIC, str(error))
+            self._failure_handler.undecided(name, error)
+            self._failure_handler.conclude_undecided(name)
             return
         if isinstance(answer, Leave) and answer.for_good:
             self._put(Finished(trial=name, reason=answer.reason, left=True))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import assert_never
 
-from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
+from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.events.experiment_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
@@ -19,6 +19,7 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.limits import SearchLimits
@@ -44,6 +45,7 @@ class FailureHandler:
         self._startable = startable
         self._log = log
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
+        self._undecided: dict[str, str] = {}  # trials whose report lacked the metric, and the error
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
         running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
@@ -134,6 +136,23 @@ class FailureHandler:
         else:
             self._pending_entry.lost(trial, why)
             self._startable.append(trial)
+
+    def undecided(self, trial: str, error: BadMetric) -> Leave | None:
+        """Return the answer to a trial about which the scheduler could not decide; `conclude_undecided` gives it up.
+
+        None if no report had the metric: the search then ends, and the trial saves and ends as all do.
+        """
+        if self._stopping.ends_undecided(error):
+            return None
+        self._undecided[trial] = str(error)
+        return Leave(reason=str(error), save=False, for_good=False, end="errored")
+
+    def conclude_undecided(self, trial: str) -> bool:
+        """Give up a trial about which the scheduler could not decide; return whether `trial` is one."""
+        why = self._undecided.pop(trial, None)
+        if why is not None:
+            self.give_up(trial, Cause.BAD_METRIC, why)
+        return why is not None
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""

@@ -12,13 +12,12 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.errors import InvalidInput, SearchFailed
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.models import first_line
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
@@ -30,6 +29,7 @@ from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import callbacks_for
 from prefect_tune.monitoring.event_builder import EventContext, budgets_of
 from prefect_tune.monitoring.event_emitter import this_run
+from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.import_check import require_importable
@@ -64,8 +64,10 @@ from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.metric_check import MetricCheck
 from prefect_tune.tuner.opening_summary import log_opening
 from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.search_failure import failure_of
 from prefect_tune.tuner.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
 
@@ -79,38 +81,24 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
 
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
+    metric_check = MetricCheck(plan.objective, get_run_logger())
     with quiet_inner_tasks():
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:
-            results = _searched(turn)
+            results = _searched(turn, metric_check)
             turn = next_turn(turn, QUESTION, results.experiment)
-    error = _failure_of(results)
+    error = failure_of(results, lacks_metric=bool(metric_check.why_end(results.experiment)))
     return results if error is None else failed_by(error, Results)
 
 
-def _failure_of(results: Results) -> SearchFailed | None:
-    """Return the error of a search that has trials, of which every one errored."""
-    if not results.trials or len(results.errors) < len(results.trials):
-        return None
-    (first, why), name = next(iter(results.errors.items())), results.experiment.name
-    count = len(results.errors)
-    errored = "its only trial errored" if count == 1 else f"all {count} trials errored; the first, {first}"
-    return SearchFailed(
-        f"experiment {name!r}: {errored}: {first_line(why)}. All errors: "
-        f"prefect-tune show {results.target.uri} {name}. Remove the cause, then run the search again with "
-        "rerun_errored=True; with another metric, under another name",
-        results,
-    )
-
-
-def _searched(turn: Turn) -> Results:
+def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     plan, name, objective = turn.plan, turn.plan.experiment, turn.plan.objective
     stopper = of_trials(plan.stopper)
     require_possible(spec := trial_spec(plan, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
     policy = _policy(plan)
     opening, slots = _executor(plan, spec)
-    limits = _limits(turn, spec, stopper, slots)
+    limits = _limits(turn, spec, stopper, slots, metric_check)
     subscribers = _subscribers(plan, slots)
     known = require_presence(plan.target, name, plan.resume, turn.known)
     seen = turn.known.experiment if turn.known is not None else turn.state
@@ -136,7 +124,8 @@ def _searched(turn: Turn) -> Results:
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
-                driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)
+                observers = ObserverGroup([metric_check, listener])
+                driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=observers)
                 return driver.run(stop_requests)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
@@ -212,11 +201,11 @@ def _learn(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
         get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(lessons), names, used)
 
 
-def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots) -> SearchLimits:
+def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots, metric_check: MetricCheck) -> SearchLimits:
     return SearchLimits(
         options=turn.plan,
         max_concurrent_trials=slots.count,
-        ends=STOPPED_HERE if turn.stops else "",
+        why_end=lambda state, undecided: STOPPED_HERE if turn.stops else metric_check.why_end(state, undecided),
         has_had_enough=lambda trial: has_had_enough(spec, trial, stopper),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.events.experiment_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
@@ -57,8 +58,8 @@ class Stopping:
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
             self._handle(stop_event(self._pending_entry.state, request))
-        if self._limits.ends:
-            self.end(self._limits.ends)
+        if why := self._limits.why_end(self._pending_entry.state, None):
+            self.end(why)
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
@@ -72,6 +73,12 @@ class Stopping:
         """Journal the end and its reason; have every trial save and end."""
         if not self.ends:
             self._end(StopAsked(reason=why))
+
+    def ends_undecided(self, error: BadMetric) -> bool:
+        """End the experiment if its scheduler can decide about no trial; return whether it ends."""
+        if why := self._limits.why_end(self._pending_entry.state, error):
+            self.end(why)
+        return bool(why)
 
     def finish(self, trial: str) -> None:
         """Finish a trial that has a request to stop, and no running attempt."""

@@ -78,7 +78,10 @@ def _results_of(search: Callable[[], Results]) -> Results:
     try:
         return search()
     except SearchFailed as failed:
-        return cast("Results", failed.results)
+        results = cast("Results", failed.results)
+        if not results.errors:  # no report had the metric
+            raise
+        return results
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""When it is certain that no report of a search has its metric."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Event,
+    Finished,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.tuner.metric_check import MetricCheck
+
+LOG = logging.getLogger("a flow run")
+T = "00000"
+FIRST = "trial 00000 reported ['loss'], without the metric 'los'; the search ends if no report has it by the time"
+CERTAIN = "no report had the metric 'los'"
+UNDECIDED = BadMetric("trial 00000, step 1: expected a number for metric 'los'")
+
+
+class Search:
+    """A metric check in a search of one trial, with the events that it receives."""
+
+    def __init__(self, *metrics: str) -> None:
+        self.check = MetricCheck(Objective(metrics=metrics, modes=("min",) * len(metrics)), LOG)
+        self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
+
+    def tells(self, **metrics: object) -> None:
+        self.check.reported(StepReported(T, StepReport(step=1, metrics=metrics), asks=False), self.state)
+
+    def happens(self, *events: Event) -> None:
+        for event in events:
+            self.state = after_event(self.state, event, self.state.number + 1)
+            self.check.happened(event, self.state)
+
+    @property
+    def why_end(self) -> str:
+        return self.check.why_end(self.state)
+
+
+def trial(steps: Sequence[Mapping[str, object]], *, attempt: int = 1) -> list[Event]:
+    """The events of a trial that completes with these reports."""
+    reports = [StepReport(step=number, metrics=metrics) for number, metrics in enumerate(steps, 1)]
+    return [
+        Started(trial=T, attempt=attempt, from_step=0),
+        *(Reported(trial=T, report=report) for report in reports),
+        Finished(trial=T, reason="the trainable returned"),
+    ]
+
+
+def test_a_metric_that_the_first_report_lacks_is_named_once_with_the_one_that_was_meant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = Search("los")
+    for _ in range(3):
+        search.tells(loss=1.0)
+    assert caplog.messages == [f"{FIRST} a trial completes; did you mean 'loss'?"]
+    assert not search.why_end
+
+
+def test_it_is_certain_once_a_trial_has_completed() -> None:
+    search = Search("los")
+    *before, last = trial([{"loss": 1.0}])
+    search.happens(*before)
+    assert not search.why_end
+    search.happens(last)
+    assert search.why_end == CERTAIN
+
+
+def test_also_in_the_journal_of_a_trial_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    search = Search("los")
+    search.happens(Absorbed(trial=T, number=1, events=tuple(trial([{"loss": 1.0}, {"loss": 0.5}]))))
+    assert search.why_end == CERTAIN
+    assert len(caplog.messages) == 1
+
+
+def test_a_metric_of_every_nth_step_is_none_that_is_missing() -> None:
+    search = Search("los")
+    search.happens(*trial([{"loss": 1.0}, {"loss": 1.0, "los": 0.5}, {"loss": 1.0}]))
+    assert not search.why_end
+
+
+def test_a_trial_that_began_in_an_earlier_run_may_have_reported_it_there() -> None:
+    search = Search("los")
+    for event in (Started(trial=T, attempt=1, from_step=0), AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="")):
+        search.state = after_event(search.state, event, 2)
+    search.happens(*trial([{"loss": 1.0}], attempt=2))
+    assert not search.why_end
+
+
+def test_it_is_certain_when_the_scheduler_cannot_decide_for_lack_of_the_first_metric() -> None:
+    search = Search("los", "size")
+    search.tells(loss=1.0)
+    assert search.check.why_end(search.state, UNDECIDED) == CERTAIN
+
+
+def test_a_scheduler_that_cannot_decide_about_one_trial_ends_no_search_that_knows_the_metric() -> None:
+    search = Search("loss", "size")
+    search.tells(loss=1.0)
+    assert not search.check.why_end(search.state, UNDECIDED)
+
+
+def test_a_metric_that_is_text_is_reported_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    Search("los").tells(los="1.0")
+    assert caplog.messages == ["trial 00000 reported the metric 'los' as text, not as a number: '1.0'"]
+
+
+def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    search = Search("los")
+    search.tells(los=float("nan"))
+    search.tells(loss=1.0)
+    assert caplog.messages == []
