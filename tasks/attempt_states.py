@@ -1,7 +1,8 @@
-"""The states in which the task runs of attempts end: each says how the attempt ended, and why."""
+"""The states in which the task runs of attempts end: each says how the attempt ended, and why. The log of a failure."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, assert_never
 
 from prefect.client.schemas.objects import State
@@ -11,9 +12,12 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor as outcomes
+from prefect_tune.terminal.error_groups import error_of
 
-__all__ = ["state_of"]
+__all__ = ["log_failure", "state_of"]
 
 
 def state_of(outcome: outcomes.Outcome, trial: str) -> State[Any]:
@@ -53,3 +57,23 @@ def _as_decided(end: EndOfAttempt, reason: str, trial: str) -> State[Any]:
 def _failed(message: str, trial: str) -> State[Any]:
     why = first_line(message)
     return Failed(message=why, data=TrialFailed(f"trial {trial}: {why}"))
+
+
+def log_failure(failure: outcomes.Failed, attempt: int, plan: TrialSpec, search_epoch: int, log: Log) -> None:
+    """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown.
+
+    An error that this process has logged for another trial, in the same run of the search, is logged in one line.
+    """
+    error = failure.message.strip()
+    if failure.cause is Cause.PREEMPTED or "\n" not in error:
+        return
+    trial = plan.trial.trial
+    first = _logged_errors(plan.target.uri, plan.trial.experiment, search_epoch).setdefault(error, trial)
+    said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
+    log.error("attempt %d failed: %s", attempt, said)
+
+
+@lru_cache(maxsize=8)
+def _logged_errors(_target: str, _experiment: str, _search_epoch: int) -> dict[str, str]:
+    """Return the errors that this process has logged with a traceback in one run of a search, and their trials."""
+    return {}

@@ -47,7 +47,7 @@ from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.task_retries import RETRYING, retrying_refusals, skip_prefect_introspection
-from prefect_tune.tasks.attempt_states import state_of
+from prefect_tune.tasks.attempt_states import log_failure, state_of
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
@@ -100,7 +100,9 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
         holding_concurrency_limits(plan.concurrency_limits, link.stop),
     ):
         ended = _attempt(plan, request, link, log)
-    _log_traceback(ended, plan, log)
+    if isinstance(ended.outcome, Failed):
+        number = ended.experiment.trial(plan.trial.trial).attempt
+        log_failure(ended.outcome, number, plan, request.search_epoch, log)
     return state_of(ended.outcome, plan.trial.trial)
 
 
@@ -108,13 +110,6 @@ def _log_of(plan: TrialSpec) -> Log:
     """Return the log of the task run; each message of a search's trial names the trial."""
     log = get_run_logger()
     return TrialLog(log, plan.trial.trial) if plan.apart else log
-
-
-def _log_traceback(ended: AttemptResult, plan: TrialSpec, log: Log) -> None:
-    """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown."""
-    outcome = ended.outcome
-    if isinstance(outcome, Failed) and outcome.cause is not Cause.PREEMPTED and "\n" in outcome.message.strip():
-        log.error("attempt %d failed: %s", ended.experiment.trial(plan.trial.trial).attempt, outcome.message.strip())
 
 
 def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:

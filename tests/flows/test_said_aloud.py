@@ -59,14 +59,30 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
     changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
     say_code(changed, planned(), LOG)
     (said,) = caplog.messages
-    assert said.startswith("the source of the trainable has changed since experiment 'e' last ran (before -> ")
+    assert said.startswith("the source of the trainable has changed since experiment 'e' last trained (before -> ")
     assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_changed_code_is_reported_by_the_run_that_trains_with_it(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warnings(code: str, samples: int) -> int:
+        monkeypatch.setattr("prefect_tune.parameters.search_plan.code_of", lambda _trainable: code)
+        caplog.clear()
+        pt.tune(train, SPACE, target=local_target, experiment="e", num_samples=samples, isolation="thread")
+        return caplog.text.count("the source of the trainable has changed since experiment 'e' last trained")
+
+    assert warnings("before", 1) == 0
+    assert warnings("after", 1) == 0  # it trains nothing
+    assert warnings("after", 2) == 1
+    assert warnings("after", 3) == 0
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     say_code(searched(planned()), planned(silent), LOG)
     (said,) = caplog.messages
-    assert said.startswith("the trainable has changed since experiment 'e' last ran (train ")
+    assert said.startswith("the trainable has changed since experiment 'e' last trained (train ")
     assert " -> silent " in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.cli import main
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results.results import Results
@@ -30,6 +32,13 @@ class Forgetful(Fragile):
     def step(self) -> Mapping[str, Any]:
         x = super().step()["loss"]
         return {"accuracy": x} if x > 0.2 else {"loss": x}
+
+
+class Careless(Fragile):
+    """Every step raises the same error."""
+
+    def step(self) -> Mapping[str, Any]:
+        raise KeyError("lr")
 
 
 def searched(
@@ -127,7 +136,10 @@ def test_an_attempt_whose_metric_cannot_be_compared_ends_failed_and_is_logged_on
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(local_target: LocalTarget) -> None:
-    with pytest.raises(pt.SearchFailed, match=r"all 2 trials errored; the first, 00000: .*ArithmeticError") as failed:
+    said = (
+        r"2 of 2 trials errored: 1 with: ArithmeticError: x is too large: 0\.05 \(fragile\.py:\d+\) \(such as 00000\);"
+    )
+    with pytest.raises(pt.SearchFailed, match=said) as failed:
         searched(local_target, [0.05, 0.06])
     results = failed.value.results
     assert isinstance(results, Results)
@@ -137,12 +149,41 @@ def test_a_search_in_which_every_trial_errored_fails_and_hands_out_its_results(l
 
 
 @pytest.mark.usefixtures("prefect_server")
+def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
+    local_target: LocalTarget,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def printed(verb: str) -> str:
+        capsys.readouterr()
+        monkeypatch.setattr("sys.argv", ["prefect-tune", verb, local_target.uri, NAME])
+        with suppress(SystemExit):
+            main()
+        return capsys.readouterr().out
+
+    with pytest.raises(
+        pt.SearchFailed, match=r"3 of 3 trials errored, all with: KeyError: 'lr' \(test_\w+\.py:\d+\)\."
+    ):
+        searched(local_target, [0.1, 0.2, 0.3], Careless)
+    raised = 'raise KeyError("lr")'
+    assert caplog.text.count(raised) == 1
+    assert caplog.text.count("the same error as that of trial 00000") == 2
+    shown = printed("show")
+    assert "00000, 00001, 00002  KeyError: 'lr' (test_states_of_runs.py:" in shown
+    assert shown.count(raised) == 1
+    assert printed("report").count(raised) == 1
+
+
+@pytest.mark.usefixtures("prefect_server")
 def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalTarget) -> None:
     with pytest.raises(pt.SearchFailed):
         searched(local_target, [0.05])
     again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
     state = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
     assert state.is_failed()
+    assert "1 errored trial was not retried: pass rerun_errored=True (prefect-tune resume " in str(state.message)
+    assert f"{NAME} --rerun-errored) to train them again, with the code as it is now" in str(state.message)
     assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
     more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
     assert [str(each.status) for each in more.trials.values()] == ["errored", "completed"]

@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.html_tables import Html, escaped, paragraph, rows_table, soft
-from prefect_tune.core.models import first_line, plural
+from prefect_tune.core.models import plural
 from prefect_tune.reporting.svg import GREY
 from prefect_tune.reporting.timeline_charts import FILLS
+from prefect_tune.terminal.error_groups import errors_by_cause, names_of
 from prefect_tune.terminal.trials_table import cells_of
 
 __all__ = ["errors_html", "trials_html"]
@@ -46,9 +47,10 @@ def _status(trial: Trial, label: str) -> Html:
 
 
 def errors_html(errored: Sequence[Trial], count: int) -> Html:
-    """Return the errors of the first trials of `count` that errored, each in one line."""
+    """Return the errors of the first trials of `count` that errored, each different one in one line."""
     shown = errored[:_ERRORS]
-    lines = [paragraph(escaped(f"{each.trial} {first_line(each.reason)}"), kind="pt-bad") for each in shown]
-    if count > len(lines):
-        lines.append(paragraph(soft(f"and {plural(count - len(lines), 'more error', 'more errors')}: results.errors")))
+    causes = [f"{names_of(alike)} {cause}" for cause, alike in errors_by_cause(shown)]
+    lines = [paragraph(escaped(cause), kind="pt-bad") for cause in causes]
+    if count > len(shown):
+        lines.append(paragraph(soft(f"and {plural(count - len(shown), 'more error', 'more errors')}: results.errors")))
     return Html("".join(lines))

@@ -24,6 +24,7 @@ __all__ = [
     "say_code",
     "say_errored",
     "say_space",
+    "settings_before_training",
 ]
 
 _FIXED = {
@@ -37,7 +38,7 @@ def require_code(state: Experiment, plan: SearchPlan) -> None:
     """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
-        InvalidInput: the trainable has changed since the experiment last ran.
+        InvalidInput: the trainable has changed since the experiment last trained.
     """
     if changed := _changed(state, plan):
         raise InvalidInput(
@@ -145,8 +146,14 @@ def require_goes_on(state: Experiment) -> None:
         )
 
 
+def settings_before_training(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return today's settings with the code that trained last: the journal holds today's once that trains."""
+    code = state.settings.get("code")
+    return {**settings, "code": code} if code and state.trials else settings
+
+
 def say_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the trainable has changed since the experiment last ran."""
+    """Log a warning if the trainable has changed since the experiment last trained."""
     if changed := _changed(state, plan):
         log.warning(
             "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
@@ -158,7 +165,8 @@ def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not plan.reruns_errored:
         log.warning(
-            "%s not retried: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
+            "%s not retried: pass rerun_errored=True (prefect-tune resume … --rerun-errored) to train them again, with "
+            "the code as it is now",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
         )
 
@@ -184,7 +192,7 @@ def _space_in(settings: Mapping[str, object]) -> bytes | None:
 
 
 def code_note(state: Experiment, plan: SearchPlan) -> str:
-    """Return a line for a form: whether the trainable's source has changed since the experiment last ran."""
+    """Return a line for a form: whether the trainable's source has changed since the experiment last trained."""
     if not (code := plan.code):
         return "code: source unavailable, cannot tell whether it changed"
     return f"⚠️ {changed}" if (changed := _changed(state, plan)) else f"code: unchanged ({code})"
@@ -196,8 +204,10 @@ def _changed(state: Experiment, plan: SearchPlan) -> str | None:
         return None
     was, name = _trained_last(state), plan.fingerprint.get("trainable")
     if was and name and was != name:
-        return f"the trainable has changed since experiment {state.name!r} last ran ({was} {before} -> {name} {now})"
-    return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
+        return (
+            f"the trainable has changed since experiment {state.name!r} last trained ({was} {before} -> {name} {now})"
+        )
+    return f"the source of the trainable has changed since experiment {state.name!r} last trained ({before} -> {now})"
 
 
 def _trained_last(state: Experiment) -> str | None:

@@ -22,6 +22,7 @@ from prefect_tune.reporting.trial_charts import (
     parallel_coordinates,
     rung_chart,
 )
+from prefect_tune.terminal.error_groups import error_of
 from prefect_tune.terminal.formatting import format_counts
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
@@ -29,6 +30,7 @@ _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 _COLUMNS = 5
 _WIDEST = 24
 _SETTING = 1000
+_TRACEBACK = 4000
 _CONFIG = 40
 _NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
@@ -221,11 +223,26 @@ def _errors(facts: Facts) -> Iterator[Block]:
         [
             ("trial", [_linked(each.trial, each.run) for each in facts.errors]),
             ("step", [format_count(each.step) for each in facts.errors]),
-            ("reason", [_clipped(first_line(each.reason), 200) for each in facts.errors]),
+            ("reason", [_clipped(cause, 200) for cause in _causes(facts.errors)]),
         ]
     )
     if count > len(facts.errors):
         yield Text([f"And {format_count(count - len(facts.errors))} more."])
+    if "\n" in (reason := (first := facts.errors[0]).reason.strip()):
+        yield Text([f"Trial {first.trial}:"])
+        yield Code(reason[-_TRACEBACK:], language="text")
+
+
+def _causes(errors: Sequence[TrialFacts]) -> Sequence[str]:
+    """Return the errors in one line each; of several, one that an earlier trial has too is said once."""
+    causes = [error_of(each.reason) for each in errors]
+    if len(set(causes)) == 1:
+        return causes
+    first = {cause: each.trial for cause, each in reversed(list(zip(causes, errors, strict=True)))}
+    return [
+        cause if first[cause] == each.trial else f"the same error as trial {first[cause]}"
+        for cause, each in zip(causes, errors, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- the end

@@ -61,11 +61,14 @@ class Turn:
     """Answers of persons that the journal does not hold yet."""
     answered: bool = False
     """Whether a person has answered in this process, without a suspension."""
+    found: Experiment | None = None
+    """The experiment as this run found it, before it changed anything."""
     state: Experiment | None = None
     """The last known state of the experiment."""
 
     def reached(self, state: Experiment) -> None:
-        """Keep `state` as the last known one."""
+        """Keep `state` as the last known one, and the first one as what was found."""
+        self.found = self.found or state
         self.state = state
 
 

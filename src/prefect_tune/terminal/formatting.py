@@ -25,10 +25,10 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def print_parts(*parts: Table | str) -> None:
-    """Print tables and lines to stdout; lines are not parsed as markup."""
+    """Print tables and lines to stdout; lines are not parsed as markup, nor wrapped."""
     console = Console(highlight=False)
     for part in parts:
-        console.print(visible(part) if isinstance(part, str) else part, markup=False)
+        console.print(visible(part) if isinstance(part, str) else part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def borderless_table(*names: str) -> Table:

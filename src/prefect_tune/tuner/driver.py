@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
@@ -42,7 +42,7 @@ from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, Step
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, standing_decision, trial_id
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id
 from prefect_tune.tuner.stop_handling import Outside, Stopping
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 
@@ -68,9 +68,11 @@ class Driver:
         *,
         log: Log,
         listener: SearchObserver,
+        before_training: Callable[[], Sequence[Event]] = tuple,  # called once; the events precede the first attempt
     ) -> None:
         self._plan = plan
         self._listener = listener
+        self._before_training = before_training
         self._limits = limits
         self._policy = policy
         self._executor = executor
@@ -186,6 +188,10 @@ class Driver:
         return self._resume(paused) if paused is not None else None
 
     def _start(self, trial: str, *, finds: bool = False) -> None:
+        if not finds:
+            for event in self._before_training():
+                self._put(event)
+            self._before_training = tuple
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
         number = state.attempt + (not finds)
@@ -379,7 +385,7 @@ class Driver:
         """Decide a milestone that was reported before the crash, without training it again."""
         trial = self._state.trial(name)
         milestone = self._policy.milestone(trial)
-        if trial.phase is not Phase.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
+        if trial.phase is not Phase.PENDING or milestone is None or trial.step < milestone or not is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         try:
@@ -392,9 +398,3 @@ class Driver:
             self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):
             self._put(Paused(trial=name, reason=answer.reason))
-
-
-def _is_saved(trial: Trial) -> bool:
-    """Whether the newest checkpoint is of the last reported step, so that the next attempt starts there."""
-    newest = newest_checkpoint(trial)
-    return newest is not None and newest.step == trial.step

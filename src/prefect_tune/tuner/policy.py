@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from prefect_tune.core.events.experiment_events import Lesson
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallies, Tally
-from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 
-__all__ = ["ONLY_TRIAL", "SearchPolicy", "number_of", "standing_decision", "trial_id"]
+__all__ = ["ONLY_TRIAL", "SearchPolicy", "is_saved", "number_of", "standing_decision", "trial_id"]
 
 ONLY_TRIAL = "trial"
 """The id of the trial of a single training."""
@@ -29,6 +29,12 @@ def trial_id(number: int) -> str:
 def number_of(trial: str) -> int:
     """Return the proposal number of a trial."""
     return 0 if trial == ONLY_TRIAL else int(trial)
+
+
+def is_saved(trial: Trial) -> bool:
+    """Whether the newest checkpoint is of the last reported step, so that the next attempt starts there."""
+    newest = newest_checkpoint(trial)
+    return newest is not None and newest.step == trial.step
 
 
 def standing_decision(trial: Trial) -> Happening | None:

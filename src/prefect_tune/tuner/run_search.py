@@ -40,6 +40,7 @@ from prefect_tune.parameters.resume_compatibility import (
     say_code,
     say_errored,
     say_space,
+    settings_before_training,
 )
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.parameters.target_requirements import require_one_runner, runner_elsewhere
@@ -50,6 +51,7 @@ from prefect_tune.prefect_api.task_runner import max_workers_here
 from prefect_tune.results.results import Results
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -85,9 +87,9 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
     with quiet_inner_tasks():
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:
-            results = _searched(turn, metric_check)
+            results, found = _searched(turn, metric_check), turn.found
             turn = next_turn(turn, QUESTION, results.experiment)
-    error = failure_of(results, lacks_metric=bool(metric_check.why_end(results.experiment)))
+    error = failure_of(results, found, lacks_metric=bool(metric_check.why_end(results.experiment)))
     return results if error is None else failed_by(error, Results)
 
 
@@ -125,7 +127,12 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
                 observers = ObserverGroup([metric_check, listener])
-                driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=observers)
+                driver = Driver(
+                    *(spec, limits, asks, executor, journal_writer),
+                    log=log,
+                    listener=observers,
+                    before_training=lambda: _changed_code(now, state, log),
+                )
                 return driver.run(stop_requests)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
@@ -149,12 +156,19 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     )
     now, added = samples_per_run.extended(plan, state, call_path)
     require_same(state, today := now.settings)
-    settings = signed_settings(plan.target, state, today)
-    say_code(state, now, log)
+    settings = signed_settings(plan.target, state, settings_before_training(state, today))
     say_space(state, now, log)
     if not turn.answered:  # errors of this run were logged before the question
         say_errored(state, plan, log)
     return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
+
+
+def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
+    """Log that the trainable has changed, if it has, and return the event that journals its code."""
+    say_code(state, plan, log)
+    if settings_before_training(state, plan.settings) == plan.settings:
+        return ()
+    return [Described(settings=signed_settings(plan.target, state, plan.settings))]
 
 
 def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:

@@ -6,25 +6,33 @@ from collections.abc import Sequence
 
 from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import SearchFailed
-from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.models import first_line, leaves
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.models import leaves, plural
 from prefect_tune.results.results import Results
+from prefect_tune.terminal.error_groups import errors_by_cause
 from prefect_tune.tuner.metric_check import never_last
 
 __all__ = ["failure_of"]
 
+_CAUSES = 3
+"""Different errors in the message."""
 
-def failure_of(results: Results, *, lacks_metric: bool) -> SearchFailed | None:
+
+def failure_of(results: Results, found: Experiment | None, *, lacks_metric: bool) -> SearchFailed | None:
     """Return the error of a search whose trials all errored, or of which no report had a metric; None for any other.
 
     Args:
+        found: the experiment as this run found it; None if it did not read it.
         lacks_metric: whether it is certain already that a metric is missing. It is read from the reports otherwise, if
             a trial has completed and no last report has the metric.
     """
     if not results.trials:
         return None
     if len(results.errors) == len(results.trials):
-        return SearchFailed(_all_errored(results), results)
+        earlier = {} if found is None else found.trials
+        skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
+        return SearchFailed(_all_errored(results, skipped), results)
     missing = never_last(results.experiment, results.objective.metrics if results.objective else ())
     if missing and not lacks_metric:
         missing = _in_no_report(results, missing)
@@ -38,15 +46,30 @@ def _in_no_report(results: Results, metrics: Sequence[str]) -> Sequence[str]:
     return [name for name in metrics if name not in reported]
 
 
-def _all_errored(results: Results) -> str:
-    (first, why), name = next(iter(results.errors.items())), results.experiment.name
-    count = len(results.errors)
-    errored = "its only trial errored" if count == 1 else f"all {count} trials errored; the first, {first}"
-    return (
-        f"experiment {name!r}: {errored}: {first_line(why)}. All errors: "
-        f"prefect-tune show {results.target.uri} {name}. Remove the cause, then run the search again with "
-        "rerun_errored=True; with another metric, under another name"
+def _all_errored(results: Results, skipped: int) -> str:
+    name, count, causes = results.experiment.name, len(results.trials), errors_by_cause(results.trials.values())
+    (cause, (first, *_)), *others = causes
+    if count == 1:
+        errored = f"its only trial errored: {cause}"
+    elif not others:
+        errored = f"{count} of {count} trials errored, all with: {cause}"
+    else:
+        errored = f"{count} of {count} trials errored: {_counted(causes)}"
+    again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
+    retried = (
+        f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried: pass rerun_errored=True ({again}) "
+        "to train them again, with the code as it is now"
+        if skipped
+        else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )
+    traceback = f"prefect-tune show {results.target.uri} {name} --trial {first.trial}"
+    return f"experiment {name!r}: {errored}. {retried}. Traceback: {traceback}"
+
+
+def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
+    said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
+    more = len(causes) - _CAUSES
+    return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
 
 
 def _without_metric(results: Results, missing: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
-from prefect_tune.core.models import first_line, shown_size
+from prefect_tune.core.models import shown_size
+from prefect_tune.terminal.error_groups import errors_by_cause, names_of
 from prefect_tune.terminal.format_steps import format_steps
 from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
 from prefect_tune.terminal.freshness import format_moment, freshness_of
@@ -109,14 +110,18 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 
 
 def _show_errors(trials: Sequence[Trial]) -> None:
-    errored = [each for each in trials if each.status == "errored"]
-    if errored:
-        table = borderless_table("errored", "reason")
-        for each in errored[:_ERRORS_SHOWN]:
-            table.add_row(*plain_cells((each.trial, first_line(each.reason))))
-        print_parts("", table)
-    if len(errored) > _ERRORS_SHOWN:
-        print_parts(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
+    """Print each different error with its trials, and the traceback of the most frequent one."""
+    causes = errors_by_cause(sorted((each for each in trials if each.status == "errored"), key=lambda each: each.trial))
+    if not causes:
+        return
+    table = borderless_table("errored", "reason")
+    for cause, alike in causes[:_ERRORS_SHOWN]:
+        table.add_row(*plain_cells((names_of(alike), cause)))
+    print_parts("", table)
+    if len(causes) > _ERRORS_SHOWN:
+        print_parts(f"and {len(causes) - _ERRORS_SHOWN} more errors; --json prints all")
+    if len(lines := (first := causes[0][1][0]).reason.strip().splitlines()) > 1:
+        print_parts("", f"trial {first.trial}:", *lines)
 
 
 def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
