@@ -279,7 +279,12 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
+    try:
+        value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
+    except (
+        KeyboardInterrupt
+    ):  # the import takes seconds; its traceback would be of the module that was imported just then
+        raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     globals()[name] = value  # later uses do not call this function
     return value
 

@@ -12,6 +12,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.parameters.limits import warn_of_constants
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.failed_searches import results_of_failed
@@ -122,6 +123,39 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     assert said in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert last.startswith("e: 1 errored of 1 after ")
+
+
+# ---------------------------------------------------------------------------------------------------- the space
+
+
+@pytest.mark.parametrize(
+    ("space", "count", "said"),
+    [
+        ({}, None, "all 10 trials train the same configuration. To train it once: num_samples=1. Otherwise: draw"),
+        ({"x": 1}, 3, "all 3 trials train the same configuration. To train it once: num_samples=1. Otherwise: draw"),
+        ({"x": 1}, -1, "all trials train the same configuration"),
+        (
+            {"x": 1, "model": {"depth": (1, 2)}},
+            3,
+            "model/depth=[1, 2] is one value; did you mean pt.choice([1, 2]) or pt.grid_search([1, 2])?",
+        ),
+        ({"x": [1, 2]}, 1, ""),
+        ({"x": [1, 2], "y": pt.uniform(0, 1)}, 3, ""),
+        ({"x": [1, pt.choice([1, 2])]}, 3, ""),
+    ],
+)
+def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
+    space: Mapping[str, object], count: int | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_constants(planned(space=space, num_samples=count), LOG)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_of_constants_says_so_once(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    pt.tune(train, {"x": 1}, target=local_target, experiment="e", num_samples=2, isolation="thread")
+    assert caplog.text.count("the space has no distribution, so all 2 trials train the same configuration") == 1
 
 
 # -------------------------------------------------------------------------------------------------- no checkpoint

@@ -14,12 +14,15 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import leaves
+from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
-__all__ = ["SearchLimits", "require_possible", "warn_of_limits"]
+__all__ = ["SearchLimits", "require_possible", "warn_of_constants", "warn_of_limits"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,24 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
                 "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
                 *(name, limit) * 3,
             )
+
+
+def warn_of_constants(plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the search has several trials and nothing to draw: all of them train the same."""
+    space = valid_space(plan.space or {})
+    if plan.trial_count == 1 or any(domains_in(space)):
+        return
+    count = "" if plan.trial_count is None else f"{plan.trial_count} "
+    lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]
+    meant = "draw a value, such as pt.uniform(0, 1)"
+    if lists:
+        name, value = lists[0]
+        meant = f"{name}={value!r} is one value; did you mean pt.choice({value!r}) or pt.grid_search({value!r})?"
+    log.warning(
+        "the space has no distribution, so all %strials train the same configuration. To train it once: "
+        "num_samples=1. Otherwise: %s",
+        *(count, meant),
+    )
 
 
 def require_possible(plan: TrialSpec) -> None:

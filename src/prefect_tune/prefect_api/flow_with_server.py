@@ -44,11 +44,21 @@ class FlowWithServer(Flow[_P, _R]):
     """Entered with the flow's name for the duration of each call, the start of a server included."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Validate the arguments, then run the flow as Prefect does. Raises `InvalidInput` for a wrong argument."""
-        require_valid(self, args, options)
-        with self.call_context(self.name), ExitStack() as settings:
-            _have_server(settings)
-            return super().__call__(*args, **options)
+        """Validate the arguments, then run the flow as Prefect does.
+
+        Raises:
+            InvalidInput: an argument is wrong.
+            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect.
+        """
+        advice = f"{self.name} was interrupted before it began: run it again"
+        try:
+            require_valid(self, args, options)
+            with self.call_context(self.name), ExitStack() as settings:
+                _have_server(settings)
+                advice = f"{self.name} was interrupted: run it again to continue"
+                return super().__call__(*args, **options)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(*(interrupt.args or (advice,))) from None
 
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.

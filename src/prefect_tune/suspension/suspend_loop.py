@@ -191,14 +191,19 @@ def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
 
 @contextmanager
 def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, log as the last line what can be resumed, from the state that `look` returns."""
+    """On SIGTERM or Ctrl-C, log as the last line what can be resumed, from the state that `look` returns.
+
+    Raises:
+        KeyboardInterrupt: with that line as its message, which Python prints last of all.
+    """
     try:
         yield
-    except (TerminationSignal, KeyboardInterrupt):
+    except (TerminationSignal, KeyboardInterrupt) as signal:
         state = look()
-        get_run_logger().warning(
-            "%s", resumable(state) if state and state.trials else "the run had not begun: run it again"
-        )
+        said = resumable(state) if state and state.trials else "the run had not begun: run it again"
+        get_run_logger().warning("%s", said)
+        if isinstance(signal, KeyboardInterrupt):
+            raise KeyboardInterrupt(said) from None
         raise
 
 

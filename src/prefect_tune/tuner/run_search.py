@@ -33,7 +33,7 @@ from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.limits import SearchLimits, require_possible, warn_of_limits
+from prefect_tune.parameters.limits import SearchLimits, require_possible, warn_of_constants, warn_of_limits
 from prefect_tune.parameters.resume_compatibility import (
     require_code,
     require_same,
@@ -98,6 +98,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     stopper = of_trials(plan.stopper)
     require_possible(spec := trial_spec(plan, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
+    warn_of_constants(plan, get_run_logger())
     policy = _policy(plan)
     opening, slots = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots, metric_check)
