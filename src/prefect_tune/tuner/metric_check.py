@@ -28,7 +28,7 @@ class MetricCheck(SearchObserver):
     def __init__(self, objective: Objective | None, log: Log) -> None:
         self._metrics: Sequence[str] = objective.metrics if objective else ()
         self._log = log
-        self._missing = self._metrics
+        self._missing: Sequence[str] = self._metrics
         """The metrics that no report of this run had."""
         self._is_first = True
         self._begun: set[str] = set()

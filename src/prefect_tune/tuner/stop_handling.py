@@ -58,8 +58,8 @@ class Stopping:
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
             self._handle(stop_event(self._pending_entry.state, request))
-        if why := self._limits.why_end(self._pending_entry.state, None):
-            self.end(why)
+        if reason := self._limits.why_end(self._pending_entry.state, None):
+            self.end(reason)
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
