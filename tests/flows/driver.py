@@ -26,12 +26,19 @@ _MARK = "PREFECT_TUNE_TEST_DRIVER"
 
 
 def until(condition: Callable[[], object], *, seconds: float, what: Callable[[], str]) -> None:
-    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
+    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
+
+    A condition that takes long to compute is computed less often: what is waited for needs the processor too.
+    """
     end = time.monotonic() + seconds
-    while not condition():
+    while True:
+        began = time.thread_time()
+        if condition():
+            return
+        took = time.thread_time() - began
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:g} s: {what()}")
-        time.sleep(0.002)
+        time.sleep(max(0.002, 3 * took))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefect_tune import cli
 from prefect_tune.blocks import LocalTarget, SyncConfig
 from tests.flows.driver import Driver, Drivers, Flow, until
 
@@ -21,10 +22,14 @@ _SOON_SECONDS = 240
 
 
 def looked(*arguments: object) -> str:
-    """Return what the command line prints, run as a user runs it."""
-    command = [str(Path(sys.executable).with_name("prefect-tune")), *map(str, arguments)]
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
+    """Return what the command line prints; the search runs in another process."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
+        patch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
+    return printed.getvalue()
 
 
 def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
