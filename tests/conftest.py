@@ -45,7 +45,6 @@ settings.load_profile("untimed")
 
 _TOGETHER = frozenset(
     {
-        "tests/browser/test_clicks.py",
         "tests/notebook/test_kernel.py",
         "tests/monitoring/test_callback_runner.py",
         "tests/flows/test_deployed.py",
@@ -58,11 +57,16 @@ _TOGETHER = frozenset(
 )
 """Modules whose tests share something that is costly to make: one worker makes it."""
 
+_BROWSER = "tests/browser/"
+"""All modules there share a Prefect server with its UI, a process worker and deployments."""
+
 
 class _Scheduling(LoadScopeScheduling):
     """xdist's own groups do nothing with pytest 9.2: it does not see them any more in the names of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(_BROWSER):
+            return _BROWSER
         module = nodeid.partition("::")[0]
         return module if module in _TOGETHER else nodeid
 
