@@ -110,6 +110,8 @@ def swallows(handler: ast.ExceptHandler) -> bool:
 
 def exemptions(text: str) -> Iterator[tuple[int, bool]]:
     """Return the line of each `noqa`, `type: ignore` and `pragma: no cover`, and whether it says why."""
+    if not _DIRECTIVE.search(text):
+        return  # tokens take most of the time
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and _DIRECTIVE.search(token.string):
             said = _DIRECTIVE.sub("", token.string).strip(" #:-")
