@@ -17,7 +17,14 @@ from prefect_tune.core.experiment.trial_transitions import Status, newest_checkp
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until
-from tests.flows.training import owners_at, state_of_flow_run, trial_at, undisturbed, violations
+from tests.flows.training import (
+    log_of_flow_run,
+    owners_at,
+    state_of_flow_run,
+    trial_at,
+    undisturbed,
+    violations,
+)
 from tests.trainables.witness import told
 
 _NAME = "preempted"
@@ -93,7 +100,9 @@ def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     _ended_by(driver, signal.SIGTERM, within=2)
     assert preempted.committed() == preempted.steps() >= 7  # not one step is lost
     preempted.require_resumable()
-    assert state_of_flow_run(owners_at(preempted.target, _NAME)[driver.pid])[0] == "Crashed"
+    owner = owners_at(preempted.target, _NAME)[driver.pid]
+    assert state_of_flow_run(owner)[0] == "Crashed"
+    assert f"experiment {_NAME!r}: resumable at step {preempted.committed()}; " in log_of_flow_run(owner)
     preempted.require_identical_end(from_step=preempted.committed())
 
 

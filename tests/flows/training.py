@@ -26,6 +26,7 @@ __all__ = [
     "bytes_of_checkpoint",
     "entries_at",
     "experiment_at",
+    "log_of_flow_run",
     "objects_at",
     "owners_at",
     "state_of_flow_run",
@@ -101,6 +102,16 @@ def state_of_flow_run(owner: Owner) -> tuple[str, str]:
         state = client.read_flow_run(UUID(owner.flow_run)).state
     assert state is not None
     return state.name or "", state.message or ""
+
+
+def log_of_flow_run(owner: Owner) -> str:
+    """Return the lines of the page *Logs* of the owner's flow run."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter
+
+    only = LogFilter.model_validate({"flow_run_id": {"any_": [owner.flow_run]}})
+    with get_client(sync_client=True) as client:
+        return "\n".join(each.message for each in client.read_logs(only, limit=200))
 
 
 def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: int) -> str:

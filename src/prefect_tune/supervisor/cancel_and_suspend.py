@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
+from prefect.logging.handlers import APILogHandler
 
 from prefect_tune.prefect_api.suspension import ignoring_suspension, is_suspended
 from prefect_tune.task_retries import retrying_until
 
-__all__ = ["interruptible"]
+__all__ = ["interruptible", "send_log"]
 
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or after the grace period.
@@ -49,11 +50,21 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
         try:
-            _wait_out(done, grace + _LAST_WORDS)
+            _wait_out(done, grace)
         finally:
             abandoned.set()
+        send_log()
         raise
     return done.result()
+
+
+def send_log() -> None:
+    """Send the log lines so far to the Prefect server, for 5 s at most.
+
+    Prefect sends them every 2 s and at the interpreter's exit. A process that SIGTERM ends has no such exit, since
+    Prefect raises the signal again with its default handler, and a cancelled run is killed after 30 s.
+    """
+    APILogHandler().flush()
 
 
 def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
@@ -86,14 +97,14 @@ def _suspend(stop: threading.Event, done: Future[_T]) -> None:
     _wait(done)
 
 
-def _wait_out(done: Future[_T], patience: timedelta) -> None:
+def _wait_out(done: Future[_T], grace: timedelta) -> None:
     """Wait for the end. A second SIGTERM changes nothing (clusters send several); a second Ctrl-C ends the wait."""
-    log = get_run_logger()
-    log.warning("asked to stop: the trial saves and ends")
+    log, patience = get_run_logger(), (grace + _LAST_WORDS).total_seconds()
+    log.warning("asked to stop: every trial saves and ends within %g s", grace.total_seconds())
     try:
-        ended = _wait(done, patience.total_seconds())
+        ended = _wait(done, patience)
     except TerminationSignal:
-        ended = _wait(done, patience.total_seconds())
+        ended = _wait(done, patience)
     if not ended:
         log.error("the trial did not end in time; a resume continues from its last commit")
     elif error := done.exception():

@@ -23,6 +23,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpo
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.suspension import is_suspended
+from prefect_tune.supervisor.cancel_and_suspend import send_log
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
@@ -191,7 +192,7 @@ def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
 
 @contextmanager
 def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, log as the last line what can be resumed, from the state that `look` returns.
+    """On SIGTERM or Ctrl-C, log and send as the last line what can be resumed, from the state that `look` returns.
 
     Raises:
         KeyboardInterrupt: with that line as its message, which Python prints last of all.
@@ -202,6 +203,7 @@ def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[Non
         state = look()
         said = resumable(state) if state and state.trials else "the run had not begun: run it again"
         get_run_logger().warning("%s", said)
+        send_log()
         if isinstance(signal, KeyboardInterrupt):
             raise KeyboardInterrupt(said) from None
         raise
