@@ -27,8 +27,9 @@ _opened_here: set[Owner] = set()
 def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     """Set the task runs of attempts that were running when `owner` took the journal over to Crashed, in a thread.
 
-    An attempt whose flow run is alive keeps its state: it ends by itself as soon as it finds that it was superseded.
-    The thread does not delay the end of the process; errors of the Prefect server change nothing.
+    An attempt whose flow run is alive keeps its state: it ends by itself as soon as it finds that it was superseded. If
+    the flow run is found dead later, while this process lives, the attempt is set to Crashed then. The thread does not
+    delay the end of the process; errors of the Prefect server change nothing.
 
     Args:
         before: the experiment before the takeover, of a trial's own journal or of a single training's.
@@ -45,11 +46,22 @@ def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
     settle = threading.Thread(
         target=copy_context().run,
         args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
-        kwargs={"message": f"superseded: {owner} took over", "has_ended": is_same_run or is_gone(dead)},
+        kwargs={
+            "successor": _successor(dead, owner, run_count),
+            "started_again": is_same_run,
+            "has_ended": is_same_run or is_gone(dead),
+        },
         name="settle-dead-attempts",
         daemon=True,
     )
     settle.start()
+
+
+def _successor(dead: Owner, owner: Owner, run_count: int | None) -> str:
+    """Return what took over from `dead`: a run, or within one flow run the trial's next attempt."""
+    if dead.flow_run != owner.flow_run:
+        return f"flow run {owner.name!r}" if owner.flow_run else str(owner)
+    return "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
 
 
 def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:

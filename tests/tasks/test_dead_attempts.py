@@ -6,7 +6,8 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -15,14 +16,18 @@ from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.events import emit_event
+from prefect.events.filters import EventAnyResourceFilter, EventFilter
 from prefect.states import Completed, Crashed, Running, Scheduled
 from prefect.types import DateTime
 
 import prefect_tune as pt
 from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.prefect_api import dead_task_runs
 from prefect_tune.tasks.dead_attempts import attempts_of, settle_dead_attempts
 from prefect_tune.tasks.trial_attempt import run_trial
+from tests.flows.driver import until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"
 ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_trial, "my own name": pt.run_trial}
@@ -62,15 +67,23 @@ def left_by(owner: Owner) -> Experiment:
     return after_event(state, Started(trial="trial", attempt=1, from_step=0), 2)
 
 
-def states_after_a_takeover(client: SyncPrefectClient, owner: Owner) -> Mapping[str, str | None]:
-    settle_dead_attempts(left_by(owner), NEXT)
+def attempts(client: SyncPrefectClient, owner: Owner) -> Sequence[TaskRun]:
+    """The task runs of the owner's flow run."""
+    assert owner.flow_run is not None
+    of_owner = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(owner.flow_run)]))
+    return client.read_task_runs(flow_run_filter=of_owner, limit=200)
+
+
+def states_of(client: SyncPrefectClient, owner: Owner) -> Mapping[str, str | None]:
+    return {each.name: each.state_name for each in attempts(client, owner)}
+
+
+def states_after_a_takeover(client: SyncPrefectClient, owner: Owner, by: Owner = NEXT) -> Mapping[str, str | None]:
+    settle_dead_attempts(left_by(owner), by)
     for each in threading.enumerate():
         if each.name == "settle-dead-attempts":
             each.join(timeout=60)
-    assert owner.flow_run is not None
-    only = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(owner.flow_run)]))
-    runs = client.read_task_runs(flow_run_filter=only, limit=200)
-    return {each.name: each.state_name for each in runs}
+    return states_of(client, owner)
 
 
 def _ended_process() -> int:
@@ -98,11 +111,51 @@ def test_attempts_of_a_flow_run_that_is_known_to_be_dead_are_crashed_whatever_th
 
 
 @pytest.mark.parametrize(("host", "pid"), [(HERE, os.getpid), (ELSEWHERE, _ended_process)], ids=["here", "elsewhere"])
-def test_attempts_of_a_flow_run_that_is_alive_keep_their_states(
-    client: SyncPrefectClient, host: str, pid: Callable[[], int]
+def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_crashed_once_it_is_dead(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch, host: str, pid: Callable[[], int]
 ) -> None:
-    alive = Owner(name="alive", host=host, pid=pid(), flow_run=str(flow_run_in(client, Running())))
-    assert set(states_after_a_takeover(client, alive).values()) == {"Running"}
+    alive = Owner(name="alive", host=host, pid=pid(), flow_run=str(flow_run := flow_run_in(client, Running())))
+    looked, died = threading.Event(), threading.Event()
+
+    def look_again_when_it_died(_seconds: float) -> None:
+        looked.set()
+        died.wait(60)
+
+    monkeypatch.setattr(dead_task_runs.time, "sleep", look_again_when_it_died)
+    settle_dead_attempts(left_by(alive), NEXT)
+    assert looked.wait(60)
+    assert set(states_of(client, alive).values()) == {"Running"}
+    client.set_flow_run_state(flow_run, Crashed(), force=True)
+    died.set()
+    crashed = {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
+    until(lambda: states_of(client, alive) == crashed, seconds=60, what=lambda: str(states_of(client, alive)))
+
+
+def test_a_lost_attempt_of_a_flow_run_that_runs_again_says_when_its_process_was_last_seen(
+    client: SyncPrefectClient,
+) -> None:
+    lost = Owner(name="lost", host=ELSEWHERE, pid=1, flow_run=str(flow_run := flow_run_in(client, Running())))
+    about = [{"prefect.resource.id": f"prefect.flow-run.{flow_run}", "prefect.resource.role": "flow-run"}]
+
+    def names() -> set[str]:
+        about_it = EventAnyResourceFilter(id=[f"prefect.flow-run.{flow_run}"])
+        return {each.event for each in client.read_events(EventFilter(any_resource=about_it), limit=50).events}
+
+    seen: list[datetime] = []
+    for name in ("prefect-tune.trial.started", "prefect-tune.trial.restored"):
+        seen.append(datetime.now(UTC))
+        emit_event(name, {"prefect.resource.id": "trial"}, occurred=seen[-1], related=about)
+        until(lambda name=name: name in names(), seconds=60, what=lambda: str(names()))
+    client.set_flow_run_state(flow_run, Running(), force=True)
+    until(lambda: int(datetime.now(UTC).timestamp()) > int(seen[-1].timestamp()), seconds=60, what=lambda: "a second")
+    emit_event("prefect-tune.trial.finished", {"prefect.resource.id": "trial"}, related=about)  # by the new process
+    until(lambda: "prefect-tune.trial.finished" in names(), seconds=60, what=lambda: str(names()))
+    [task_run] = (each for each in attempts(client, lost) if each.name == "my own name")
+    lost = lost.model_copy(update={"task_run": str(task_run.id)})
+    states_after_a_takeover(client, lost, NEXT.model_copy(update={"flow_run": str(flow_run)}))
+    messages = {each.name: each.state.message for each in attempts(client, lost) if each.state and each.state.message}
+    said = f"its process was lost (last seen at {seen[-1]:%Y-%m-%d %H:%M:%S} UTC); the trial's next attempt took over"
+    assert messages == {"my own name": said}
 
 
 def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
