@@ -240,9 +240,9 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert "slots: 1 trial at once on this machine" in said
     assert "trial 00001 begins: breaks False, x 0.9" in said
     for start in (
-        "trial 00000 completed at step 4, loss 0.1: ",
-        "trial 00001 pruned at step 1: loss = 0.9 at step 1: ",
-        "trial 00002 errored at step 1, loss 0.05: failure 1 of the trainable (max_failures=0): ArithmeticError",
+        "trial 00000 completed at step 4, loss 0.1 (the best so far): ",
+        "trial 00001 pruned at step 1, loss 0.9 (best: 0.1, trial 00000): ",
+        "trial 00002 errored at step 1, loss 0.05 (the best so far): failure 1 of the trainable (max_failures=0): Ari",
     ):
         assert sum(each.startswith(start) for each in said) == 1, said
     assert sum("Traceback (most recent call last)" in each for each in said) == 1

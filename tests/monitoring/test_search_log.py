@@ -35,7 +35,7 @@ T = "00003"
 CONFIG = {"lr": 0.01, "net": {"layers": 2}}
 AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
 SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
-AT = "at step 2, loss 0.5"
+AT = "at step 2, loss 0.5 (the best so far)"
 SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/trials/00003/checkpoints/"
 
 
@@ -85,7 +85,8 @@ def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
     stop = Stop(reason="rung", early=early)
     decided = Decided(trial=T, report=AT_2, decision=stop)
     *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", left=True))
-    assert last.startswith(f"trial 00003 {end} {AT}: rung; {SAVED_AT}")
+    assert last.startswith(f"trial 00003 {end} {AT}: rung")
+    assert (SAVED_AT in last) is not early, "nothing resumes a pruned trial"
 
 
 def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,8 +96,31 @@ def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCapture
 
 def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     _, paused, resumed = logged(caplog, *TRAINED, Paused(trial=T, reason="rung"), Resumed(trial=T), started(2, SAVED))
-    assert paused.startswith(f"trial 00003 paused {AT}: rung; {SAVED_AT}")
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 0 journaled steps repeated)"
+    assert paused == f"trial 00003 paused {AT}: rung"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2)"
+
+
+def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
+    state, log = nothing_yet("e"), None
+    for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
+        report = StepReport(step=2, metrics={"loss": loss})
+        saved = CheckpointRef(step=2, sequence=4)
+        reason = f"loss = {loss} at step 2: number {rank} of 3, of which 1 is promoted"
+        for event in (
+            TrialAdded(trial=trial, config={}, apart=True),
+            Started(trial=trial, attempt=1, from_step=0),
+            Reported(trial=trial, report=report),
+            Committed(trial=trial, checkpoint=saved),
+            Paused(trial=trial, reason=reason),
+        ):
+            log = log or SearchLog(state, Objective(metrics=("loss",), modes=("min",)), "s3://bucket/runs", LOG)
+            state = after_event(state, event, state.number + 1).model_copy(update={"number": state.number + 1})
+            log.happened(event, state)
+    assert [each for each in caplog.messages if "paused" in each] == [
+        "trial 00001 paused at step 2, loss 0.5 (the best so far): number 1 of 3, of which 1 is promoted",
+        "trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): number 2 of 3, of which 1 is promoted",
+        "trial 00003 paused at step 2, loss 0.25 (the best so far): number 1 of 3, of which 1 is promoted",
+    ]
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +146,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
         log.happened(event, state)
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
-        "trial 00003 resumes from step 2 (attempt 2; 0 journaled steps repeated)",
+        "trial 00003 resumes from step 2 (attempt 2)",
         "trial 00003 crashed in attempt 2: its owner vanished without ending it",
     ]
 

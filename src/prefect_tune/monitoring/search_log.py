@@ -1,4 +1,4 @@
-"""The log of a search: one line for each trial that begins, resumes or ends."""
+"""The log of a search: one line for each trial that begins, pauses, resumes or ends, with its result and the best."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
+from prefect_tune.core.experiment.ranking import Losses, losses_in, ranked
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.models import first_line, metric_in, plural
+from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.monitoring.search_observer import SearchObserver
@@ -40,6 +42,9 @@ class SearchLog(SearchObserver):
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
+        # The best result of a trial that has paused or ended, if trials are compared by one metric.
+        found = ranked(experiment.trials.values(), objective)[:1]
+        self._best: tuple[Losses, str] | None = next(((losses, trial.trial) for trial, losses in found), None)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
@@ -92,24 +97,49 @@ class SearchLog(SearchObserver):
         self._wasted[trial.trial] = trial.wasted_steps
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
-        again = f"attempt {event.attempt}; {plural(repeated, 'journaled step', 'journaled steps')} repeated"
+        lost = f"; {plural(repeated, 'journaled step', 'journaled steps')} repeated" if repeated else ""
+        again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"
 
     def _ended(self, end: str, reason: str, trial: Trial, experiment: str) -> str:
-        key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
-        saved = f"checkpoint of step {key.step}: {below(self._uri, key.folder)}" if key else "no checkpoint"
-        metrics = self._metrics_of(trial, reason)
-        at = f"at step {trial.step}{f', {metrics}' if metrics else ''}" if trial.step else "before its first step"
-        return f"{end} {at}: {first_line(reason)}; {saved}"
+        why, saved = first_line(reason), self._saved(end, trial, experiment)
+        if not trial.step:
+            return f"{end} before its first step: {why}{saved}"
+        losses = losses_in(trial.metrics, self._objective) if self._objective else None
+        metrics = self._metrics_of(trial, why)
+        if losses and self._objective and why.startswith(f"{shown(losses[0], self._objective)} at step {trial.step}: "):
+            metrics, why = self._metrics_of(trial, ""), why.partition(": ")[2]  # a scheduler begins with the result
+        return f"{end} at step {trial.step}{metrics}{self._compared(trial, losses)}: {why}{saved}"
 
-    def _metrics_of(self, trial: Trial, reason: str) -> str:
+    def _saved(self, end: str, trial: Trial, experiment: str) -> str:
+        """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
+        key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+        if key is None:
+            return "; no checkpoint"
+        if end not in {"paused", Status.PRUNED}:
+            return f"; checkpoint of step {key.step}: {below(self._uri, key.folder)}"
+        return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
+
+    def _metrics_of(self, trial: Trial, why: str) -> str:
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
-        if any(f"{name} = " in reason for name in names):
-            return ""  # the reason of a scheduler gives them
+        if any(f"{name} = " in why for name in names):
+            return ""  # a criterion that is met gives them
         found = {name: metric_in(trial.metrics, name) for name in names}
-        return ", ".join(f"{name} {format_value(value)}" for name, value in found.items() if value is not None)
+        return "".join(f", {name} {format_value(value)}" for name, value in found.items() if value is not None)
+
+    def _compared(self, trial: Trial, losses: Losses | None) -> str:
+        """Return how a trial's result compares with the best so far; empty unless trials are compared by one metric."""
+        if self._objective is None or losses is None or len(losses) != 1 or not trial.apart:
+            return ""
+        if self._best is None or losses < self._best[0]:
+            self._best = losses, trial.trial
+        (best,), its_trial = self._best
+        if its_trial == trial.trial:
+            return " (the best so far)" if losses == (best,) else ""
+        value = best if self._objective.modes[0] == "min" else -best
+        return f" (best: {format_value(value)}, trial {its_trial})"
 
 
 def _config_of(trial: Trial) -> str:
