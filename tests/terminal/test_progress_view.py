@@ -100,6 +100,11 @@ def test_what_is_over_takes_no_more_time() -> None:
     assert "left" not in line(state(running=0))
 
 
+def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
+    assert "; at least 2 h 5 min left; " in line(state(may_take_longer=True))
+    assert drawn(state(may_take_longer=True))[0].startswith("first  3 min 20 s, at least 2 h 5 min left")
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],

@@ -23,6 +23,7 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, newest_checkpoint
 from prefect_tune.core.models import StepReport
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.promotions import Promotions
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -206,3 +207,26 @@ def test_many_waiting_trials_are_spread_over_the_slots() -> None:
     search = SimulatedSearch(slots=2, trials=1_000_000, steps=10, step_seconds=1)
     search.run(until=5)
     assert search.left() == timedelta(seconds=999_999 // 2 * 10 + 5)
+
+
+@pytest.mark.parametrize(("promotions", "seconds"), [(Promotions((2,), 2, most=10), 8), (None, 0)])
+def test_a_paused_trial_trains_what_the_scheduler_is_expected_to_promote(
+    promotions: Promotions | None, seconds: float
+) -> None:
+    outlook = SearchEstimate("e", trial_count=1, step_count=10, promotions=promotions)
+    state = nothing_yet("e")
+    tracker = ProgressTracker(state, outlook, 0.0, NOON)
+    saved = CheckpointRef(step=2, sequence=4)
+    entries: list[tuple[float, Event]] = [
+        (0, TrialAdded(trial="a", config={})),
+        (0, Started(trial="a", attempt=1, from_step=0)),
+        *((at, Reported(trial="a", report=StepReport(step=at, metrics={}))) for at in (1, 2)),
+        (2, Committed(trial="a", checkpoint=saved)),
+        (2, Paused(trial="a", reason="rung")),
+    ]
+    for number, (now, event) in enumerate(entries, 1):
+        state = after_event(state, event, number)
+        tracker.happened(event, state, NOON, now)
+    shown = tracker.state(2.0)
+    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=seconds), promotions is None)
+    assert shown.share == (0.2 if promotions else 1.0)

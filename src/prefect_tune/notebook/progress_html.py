@@ -13,7 +13,7 @@ from prefect_tune.notebook.trials_html import errors_html, trials_html
 from prefect_tune.reporting.svg import BLUE, GREEN, ORANGE, RED
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState
-from prefect_tune.terminal.progress_view import chosen_trials, common_metrics, head_facts
+from prefect_tune.terminal.progress_view import chosen_trials, common_metrics, head_facts, time_left
 
 __all__ = ["progress_html"]
 
@@ -74,7 +74,7 @@ def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
 def _pace(state: ProgressState) -> Iterator[str]:
     yield f"running for {format_duration(state.elapsed)}"
     if state.left is not None:
-        yield f"about {format_duration(state.left)} left"
+        yield time_left(state)
     if state.reports_per_second:
         yield f"{state.reports_per_second:.3g} reports/s"
 

@@ -30,6 +30,7 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import parse_time
+from prefect_tune.terminal.promotions import Promotions, TrialStanding
 from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
 
 _NOTES = 50
@@ -52,6 +53,8 @@ class SearchEstimate:
     """The time budget of this run."""
     slot_count: int = 1
     """The number of trials that train at a time."""
+    promotions: Promotions | None = None
+    """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class ProgressState:
     reports_per_second: float = 0.0
     left: timedelta | None = None
     """Estimated time left, from the seconds per step of this run and the slots; see `time_left`."""
+    may_take_longer: bool = False
+    """Whether trials are paused, and it is unknown how many of them are resumed: `left` counts none."""
     rungs: Mapping[int, int] = field(default_factory=dict)
     """How many trials the scheduler has judged, by step."""
     running: Sequence[Trial] = ()
@@ -200,7 +205,8 @@ class ProgressTracker:
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
             attempts = {trial: tuple(each) for trial, each in self._attempts.items()}
         trials = list(experiment.trials.values())
-        objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
+        outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
+        objective = outlook.objective
         running = [
             with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
             for each in trials
@@ -208,18 +214,19 @@ class ProgressTracker:
         ]
         others = _best_first([each for each in trials if each.phase is not Phase.RUNNING], objective)
         return ProgressState(
-            outlook=self._outlook,
+            outlook=outlook,
             elapsed=elapsed,
             counts=Counter(each.status for each in trials),
             reports_per_second=self._rate(now, reports),
             left=self._left(now, trials, attempts),
+            may_take_longer=outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials),
             rungs=dict(sorted(rungs.items())),
             running=running,
             others=others,
             best=next(iter(_best_first([*others[:1], *running], objective)), None),
             notes=notes,
             errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
-            share=share_of_search(trials, live, self._outlook),
+            share=share_of_search(trials, live, outlook),
             ended_because=experiment.ends,
             has_trained=bool(attempts),
         )
@@ -239,7 +246,7 @@ class ProgressTracker:
         budget = max(timedelta(0), outlook.time - elapsed) if outlook.time is not None else None
         if outlook.trial_count is None or elapsed < _TOO_EARLY:
             return budget
-        work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count)
+        work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count, outlook.promotions)
         if (seconds := seconds_left(work, trials, attempts, now)) is None:
             return budget
         left = timedelta(seconds=seconds)
@@ -257,6 +264,10 @@ def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], o
     """Return the share of the search's training that is done; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
+    if outlook.promotions is not None:
+        standings = [TrialStanding(_step_of(each, live.get(each.trial)), each.phase in ENDED) for each in trials]
+        done, (left, _) = sum(each.step for each in standings), outlook.promotions.left(outlook.trial_count, standings)
+        return done / (done + left) if left else 1.0
     return min(1.0, share_of_trials(trials, live, outlook) / max(1, outlook.trial_count, len(trials)))
 
 
@@ -269,8 +280,12 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done, from 0 to 1."""
     if trial.phase in ENDED or trial.phase is Phase.PAUSED:
         return 1.0
-    step = max(trial.step, report.step if report else 0)
+    step = _step_of(trial, report)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
+
+
+def _step_of(trial: Trial, report: StepReport | None) -> int:
+    return max(trial.step, report.step if report else 0)
 
 
 def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:

@@ -45,7 +45,7 @@ def line(state: ProgressState) -> str:
     """Return the progress as one line, for a log."""
     parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
     if state.left is not None and state.running:
-        parts.append(f"about {format_duration(state.left)} left")
+        parts.append(time_left(state))
     if state.best is not None and state.outlook.objective is not None:
         parts.append(f"best: trial {state.best.trial}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"
@@ -68,10 +68,17 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
     return facts
 
 
+def time_left(state: ProgressState) -> str:
+    """Return the estimate of the time left in words; empty if there is none."""
+    if state.left is None:
+        return ""
+    return f"{'at least' if state.may_take_longer else 'about'} {format_duration(state.left)} left"
+
+
 def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if state.left is not None:
-        title.append(f", about {format_duration(state.left)} left")
+        title.append(f", {time_left(state)}")
     if state.reports_per_second:
         title.append(f"  {state.reports_per_second:.3g} reports/s", "dim")
     return title

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
+from prefect_tune.terminal.promotions import Promotions, TrialStanding
 
 __all__ = ["AttemptTimes", "ExpectedWork", "seconds_left"]
 
@@ -58,6 +59,8 @@ class ExpectedWork:
     step_count: int | None
     """The most steps that a trial trains; None if unknown."""
     slot_count: int
+    promotions: Promotions | None = None
+    """How paused trials are promoted; None if none are, or if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def seconds_left(
 
     A step takes as long as the steps of this run, and before its first one as long as those of earlier runs. Steps
     after a waiting trial's newest checkpoint are trained again. Running trials train `step_count` steps, and new ones
-    as many as the finished ones on average. A paused trial trains no more, since few are resumed.
+    as many as the finished ones on average. A paused trial trains no more, unless `work.promotions` says how many do:
+    then the slots share the expected steps and starts, which take no less time than the steps of the best trial alone.
 
     Args:
         work: the expected extent.
@@ -93,16 +97,38 @@ def seconds_left(
     costs = _costs(work, trials, [each for of_trial in attempts.values() for each in of_trial])
     if costs is None:
         return None
+    if work.promotions is not None:
+        return _left_with_promotions(work, work.promotions, costs, _standings(trials, attempts))
     running = [_left_of(attempts[each.trial][-1], costs, now) for each in trials if each.status is Status.RUNNING]
     waiting = [*_waiting(trials, costs)]
     new = max(0, work.trial_count - len(trials)), costs.of_attempt(0, costs.length)
     return _end_of_last(running, waiting, new, work.slot_count)
 
 
+def _standings(trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]) -> Sequence[TrialStanding]:
+    return [TrialStanding(_step_of(each, attempts), each.phase in ENDED) for each in trials]
+
+
+def _step_of(trial: Trial, attempts: Mapping[str, Sequence[AttemptTimes]]) -> int:
+    """Return the step from which a trial trains next."""
+    if trial.status is Status.RUNNING:
+        return attempts[trial.trial][-1].step
+    newest = newest_checkpoint(trial)
+    return trial.step if trial.phase in ENDED else newest.step if newest else 0
+
+
+def _left_with_promotions(
+    work: ExpectedWork, promotions: Promotions, costs: _Costs, standings: Sequence[TrialStanding]
+) -> float:
+    steps, starts = promotions.left(work.trial_count, standings)
+    together = (steps * costs.step_seconds + starts * costs.start_seconds) / work.slot_count
+    return max(together, promotions.alone(standings) * costs.step_seconds)
+
+
 def _costs(work: ExpectedWork, trials: Sequence[Trial], attempts: Sequence[AttemptTimes]) -> _Costs | None:
     finished = [each for each in trials if each.phase in ENDED and each.status is not Status.ERRORED]
     steps = [each.step for each in finished if each.step]
-    length = fmean(steps) if steps else work.step_count
+    length = fmean(steps) if steps else work.promotions.most if work.promotions else work.step_count
     step_seconds = _step_seconds(trials, attempts)
     if length is None or step_seconds is None:
         return _costs_without_steps(attempts)

@@ -64,6 +64,7 @@ from prefect_tune.tasks.existing_experiment import read_known, require_presence
 from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.terminal.promotions import promotions_of
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.metric_check import MetricCheck
@@ -188,13 +189,15 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
 def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
     stopper, target, objective = plan.stopper, plan.target, plan.objective
     sync = plan.sync or SyncConfig()
+    step_count = of_trials(stopper).step_count
     outlook = SearchEstimate(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
-        step_count=of_trials(stopper).step_count,
+        step_count=step_count,
         time=plan.time_budget,
         slot_count=slots.count,
+        promotions=promotions_of(plan.scheduler, step_count),
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
     place = ExperimentAddress(target.uri, plan.experiment)
