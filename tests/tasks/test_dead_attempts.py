@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -121,7 +122,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
         looked.set()
         died.wait(60)
 
-    monkeypatch.setattr(dead_task_runs.time, "sleep", look_again_when_it_died)
+    monkeypatch.setattr(dead_task_runs, "time", SimpleNamespace(sleep=look_again_when_it_died))
     settle_dead_attempts(left_by(alive), NEXT)
     assert looked.wait(60)
     assert set(states_of(client, alive).values()) == {"Running"}
