@@ -34,6 +34,8 @@ def test_below_it_stands_why_trials_errored(run: Run, moods: Path) -> None:
     out = run("show", moods, "moods").out
     assert "ValueError: in a mood" in out
     assert "Traceback" not in out
+    assert "--trial 00000 prints its traceback" in out
+    assert "Traceback" in run("show", moods, "moods", "--trial", "00000").out
 
 
 @pytest.mark.parametrize("columns", [80, 140])
@@ -112,7 +114,7 @@ def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods
     page = run("report", moods, "moods").out
     assert "## Best: trial 00003" in page
     assert page.partition("## Trials")[2].count("| completed |") == 2
-    assert "ValueError: in a mood." in page.partition("## Errors (2)")[2], "said once of both"
+    assert page.partition("## Errors (2)")[2].count("ValueError: in a mood (moody.py:") == 1, "said once of both"
     assert "fails" in page.partition("## Settings")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page

@@ -46,7 +46,7 @@ def test_what_its_owner_quarantined_is_released_too(run: Run, tmp_path: Path) ->
     write_experiment(target, "digits", [2, 4], quarantined=(4,))
     assert run("gc", target, "digits", "--delete").code == 0
     assert run("verify", target, "digits", "--release", 4).code == 0
-    assert run("verify", target, "digits").out.count("whole") == 2
+    assert run("verify", target, "digits").out.startswith("steps 2, 4: ")
 
 
 def test_what_is_not_put_aside_cannot_be_released(run: Run, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_finished_search_says_that_a_changed_class_has_nothing_to_train(kernel
     again = kernel.run(search("finished"))
     kernel.run(NET)
     assert "nothing to train: every trial had ended before" in again.html
-    assert "are trained by the new code" in again.streams
+    assert "this run trained nothing with the new code; to train with it, raise num_samples" in again.streams
 
 
 def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "say_code",
     "say_errored",
     "say_space",
+    "say_unused_code",
     "settings_before_training",
 ]
 
@@ -157,6 +158,16 @@ def say_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
     if changed := _changed(state, plan):
         log.warning(
             "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
+        )
+
+
+def say_unused_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the trainable has changed, and the run that has ended trained nothing with it."""
+    if changed := _changed(state, plan):
+        log.warning(
+            "%s: this run trained nothing with the new code; to train with it, raise num_samples, or choose another "
+            "experiment name",
+            changed,
         )
 
 

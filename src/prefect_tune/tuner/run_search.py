@@ -40,6 +40,7 @@ from prefect_tune.parameters.resume_compatibility import (
     say_code,
     say_errored,
     say_space,
+    say_unused_code,
     settings_before_training,
 )
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
@@ -135,7 +136,9 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                     listener=observers,
                     before_training=lambda: _changed_code(now, state, log),
                 )
-                return driver.run(stop_requests)
+                ended = driver.run(stop_requests)
+                say_unused_code(ended, now, log)
+                return ended
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)

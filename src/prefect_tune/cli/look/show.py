@@ -110,7 +110,7 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 
 
 def _show_errors(trials: Sequence[Trial]) -> None:
-    """Print each different error with its trials, and the traceback of the most frequent one."""
+    """Print each different error with its trials."""
     causes = errors_by_cause(sorted((each for each in trials if each.status == "errored"), key=lambda each: each.trial))
     if not causes:
         return
@@ -120,8 +120,9 @@ def _show_errors(trials: Sequence[Trial]) -> None:
     print_parts("", table)
     if len(causes) > _ERRORS_SHOWN:
         print_parts(f"and {len(causes) - _ERRORS_SHOWN} more errors; --json prints all")
-    if len(lines := (first := causes[0][1][0]).reason.strip().splitlines()) > 1:
-        print_parts("", f"trial {first.trial}:", *lines)
+    first = causes[0][1][0]
+    if first.reason.strip().count("\n"):
+        print_parts(f"--trial {first.trial} prints its traceback")
 
 
 def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
