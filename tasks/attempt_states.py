@@ -68,12 +68,12 @@ def log_failure(failure: outcomes.Failed, attempt: int, plan: TrialSpec, search_
     if failure.cause is Cause.PREEMPTED or "\n" not in error:
         return
     trial = plan.trial.trial
-    first = _logged_errors(plan.target.uri, plan.trial.experiment, search_epoch).setdefault(error, trial)
+    first = _logged_errors(plan.target.uri, plan.trial.experiment, search_epoch).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
     log.error("attempt %d failed: %s", attempt, said)
 
 
 @lru_cache(maxsize=8)
-def _logged_errors(_target: str, _experiment: str, _search_epoch: int) -> dict[str, str]:
-    """Return the errors that this process has logged with a traceback in one run of a search, and their trials."""
+def _logged_errors(_target: str, _experiment: str, _search_epoch: int) -> dict[int, str]:
+    """Return the hashes of the errors that one run of a search has logged here with a traceback, and their trials."""
     return {}

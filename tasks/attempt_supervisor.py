@@ -229,8 +229,8 @@ class _Supervisor:
         if waited <= self._plan.grace:
             return None
         uploading = self._committed < self._handed_over
-        late = "its checkpoint was still being uploaded" if uploading else "it reported no checkpoint"
-        return self._failed(Cause.PREEMPTED, f"asked to stop; after {self._plan.grace} {late}")
+        late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
+        return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._plan.grace.total_seconds():g} s")
 
     def _died(self) -> Outcome:
         became = self._channel.end()

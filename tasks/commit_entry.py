@@ -128,8 +128,8 @@ def log_damage(saved: SavedCheckpoint, quarantined: Sequence[Quarantined], log: 
 
 def log_commit(saved: SavedCheckpoint, log: Log) -> None:
     """Log a committed checkpoint with its size."""
-    size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)
-    log.info("step %d committed: %s, %s of it new", saved.key.step, size, sent)
+    new = "" if saved.sent_bytes >= saved.size_bytes else f", {shown_size(saved.sent_bytes)} of it new"
+    log.info("step %d committed: %s%s", saved.key.step, shown_size(saved.size_bytes), new)
 
 
 def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:

@@ -281,9 +281,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
-    except (
-        KeyboardInterrupt
-    ):  # the import takes seconds; its traceback would be of the module that was imported just then
+    except KeyboardInterrupt:
+        # The import takes seconds, and its traceback is of the module that was imported just then.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     globals()[name] = value  # later uses do not call this function
     return value

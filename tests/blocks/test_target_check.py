@@ -81,7 +81,8 @@ class LosesReplies(MemoryStore):
 
 class ReadsOtherBytes(MemoryStore):
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        return super().read(path, offset=offset, length=length)[:-1] + b"?"
+        read = super().read(path, offset=offset, length=length)
+        return read[:-1] + bytes([read[-1] ^ 1])
 
 
 class ListsNothing(MemoryStore):

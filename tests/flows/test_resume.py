@@ -304,6 +304,7 @@ def test_changed_code_is_said_once_or_refused(
         searched(local_target, trainable=written("2.0"), on_code_change="refuse", **common)
     assert objects(local_target, "old") == before
     assert warned() == 0
+    common["num_samples"] = 2
     searched(local_target, trainable="changing_trainable:train", **common)
     assert warned() == 1
     searched(local_target, trainable="changing_trainable:train", on_code_change="refuse", **common)

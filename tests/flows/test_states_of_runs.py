@@ -155,9 +155,9 @@ def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def printed(verb: str) -> str:
+    def printed(verb: str, *options: str) -> str:
         capsys.readouterr()
-        monkeypatch.setattr("sys.argv", ["prefect-tune", verb, local_target.uri, NAME])
+        monkeypatch.setattr("sys.argv", ["prefect-tune", verb, local_target.uri, NAME, *options])
         with suppress(SystemExit):
             main()
         return capsys.readouterr().out
@@ -171,7 +171,8 @@ def test_an_error_of_all_trials_is_said_once_and_its_traceback_logged_once(
     assert caplog.text.count("the same error as that of trial 00000") == 2
     shown = printed("show")
     assert "00000, 00001, 00002  KeyError: 'lr' (test_states_of_runs.py:" in shown
-    assert shown.count(raised) == 1
+    assert raised not in shown
+    assert printed("show", "--trial", "00000").count(raised) == 1
     assert printed("report").count(raised) == 1
 
 

@@ -283,5 +283,5 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     found = supervise(channel, FakeLedger(), plan, asked)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
-    assert found.message.endswith(said)
+    assert f"asked to stop; {said} " in found.message
     assert channel.told == [StopAndSave()]

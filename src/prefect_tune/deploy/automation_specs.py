@@ -41,7 +41,7 @@ _FORMER_NAMES = {
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
-_UNTIL = "Without an action it stays switched off."
+_UNTIL = "An alert without an action is switched off."
 _COOL_DOWN = timedelta(seconds=30)
 # Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
 _GOES_ON = (
