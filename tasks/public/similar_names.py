@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from difflib import get_close_matches
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.experiment_listing import experiment_names
 
@@ -30,9 +30,7 @@ def similar_experiment(target: StorageTarget, experiment: str) -> str:
 
 def similar_name(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'slow'?` if a known name may be what was meant; names of one series are not similar."""
-    by_small = {each.casefold(): each for each in known if _letters(each) != _letters(name)}
-    near = get_close_matches(name.casefold(), by_small, n=1, cutoff=_SIMILAR)
-    return f"; did you mean {by_small[near[0]]!r}?" if near else ""
+    return did_you_mean(name, (each for each in known if _letters(each) != _letters(name)), _SIMILAR)
 
 
 def _letters(name: str) -> str:

@@ -73,8 +73,8 @@ def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
 
 def _pace(state: ProgressState) -> Iterator[str]:
     yield f"running for {format_duration(state.elapsed)}"
-    if state.left is not None:
-        yield time_left(state)
+    if left := time_left(state):
+        yield left
     if state.reports_per_second:
         yield f"{state.reports_per_second:.3g} reports/s"
 

@@ -44,8 +44,8 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
 def line(state: ProgressState) -> str:
     """Return the progress as one line, for a log."""
     parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
-    if state.left is not None and state.running:
-        parts.append(time_left(state))
+    if state.running and (left := time_left(state)):
+        parts.append(left)
     if state.best is not None and state.outlook.objective is not None:
         parts.append(f"best: trial {state.best.trial}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"
@@ -77,8 +77,8 @@ def time_left(state: ProgressState) -> str:
 
 def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
-    if state.left is not None:
-        title.append(f", {time_left(state)}")
+    if left := time_left(state):
+        title.append(f", {left}")
     if state.reports_per_second:
         title.append(f"  {state.reports_per_second:.3g} reports/s", "dim")
     return title
