@@ -47,6 +47,9 @@ INTEGRATIONS = ROOT / "docs" / "integrations.md"
 EVENTS = ROOT / "docs" / "events.md"
 AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
+WHERE_TRIALS_RUN = ROOT / "docs" / "where-trials-run.md"
+FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
@@ -62,6 +65,9 @@ TESTED = {
     RESULTS: {"python"},
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
+    WHERE_TRIALS_RUN: {"python"},
+    FROM_OPTUNA: {"python"},
+    CHECKPOINTS: {"python"},
     INTEGRATIONS: {"python"},
     MAINTAIN: {"python", "bash"},
     # By tests/test_recipes.py:
@@ -116,8 +122,8 @@ def without(lines: Collection[str], code: str) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", [SEARCHES, RESULTS], ids=lambda page: page.name)
-def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
+@pytest.mark.parametrize("page", [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, CHECKPOINTS, RESULTS], ids=lambda page: page.name)
+def test_each_page_on_searches_and_results_works_from_top_to_bottom(
     page: Path, prefect_server: str, tmp_path: Path
 ) -> None:
     done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
@@ -205,7 +211,7 @@ def test_every_public_name_on_a_page_is_there(page: Path) -> None:
     assert set(re.findall(r"\bpt\.(\w+)", page.read_text())) <= set(pt.__all__)
 
 
-@pytest.mark.parametrize("page", [SEARCHES, RESUME, README], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [SEARCHES, WHERE_TRIALS_RUN, RESUME, README], ids=lambda page: page.name)
 def test_every_parameter_of_a_search_that_a_page_names_is_there(page: Path) -> None:
     parameters = {*signature(pt.tune.fn).parameters, *signature(pt.resume.fn).parameters}
     named = set(re.findall(r"`(\w+)=", page.read_text())) - {"commit"}  # of SyncConfig

@@ -8,6 +8,7 @@ would load from elsewhere.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import prefect_tune as pt
 from prefect_tune.cli import app
 from tools.docs_links import broken
 
@@ -29,7 +31,18 @@ MADE = {"CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
 """Pages that lie elsewhere in the repository, and their places among those of docs/."""
 
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "flows": ("Flows and results", ("flows", "maintenance.report", "results", "tuner.send_stop_request")),
+    "flows": (
+        "Flows and results",
+        (
+            "flows.tune",
+            "flows.resume",
+            "flows.durable_trainable",
+            "results",
+            "tuner.send_stop_request",
+            "flows.maintain",
+            "maintenance.report",
+        ),
+    ),
     "trainables": (
         "Trainables",
         (
@@ -43,12 +56,12 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "searches": (
         "Spaces and searches",
         (
-            "core.search.base",
             "core.search.domains",
+            "core.search.space_json",
             "core.search.random_search",
             "core.search.repeated",
-            "core.search.space_json",
             "integrations.optuna",
+            "core.search.base",
         ),
     ),
     "schedulers": ("Schedulers", ("core.schedulers", "core.search.objective")),
@@ -58,7 +71,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "tasks": ("Tasks", ("tasks", "artifact_sync")),
     "errors": ("Errors", ("core.errors",)),
 }
-"""The pages of the API, and the modules whose public names each holds."""
+"""The pages of the API, and the modules whose public names each holds, in the order in which they are shown."""
 
 
 def main(folder: Path) -> int:
@@ -205,7 +218,7 @@ def api_names() -> dict[str, list[str]]:
         LookupError: a name comes from a module that no page is for.
     """
     pages: dict[str, list[str]] = {page: [] for page in API}
-    for name, module in public_names().items():
+    for name, module in sorted(public_names().items(), key=_place):
         homes = [page for page, (_, modules) in API.items() if module.startswith(modules)]
         if not homes:
             raise LookupError(f"pt.{name} of prefect_tune.{module}: tools/docs_site.py names no page for that module")
@@ -213,21 +226,36 @@ def api_names() -> dict[str, list[str]]:
     return pages
 
 
+def _place(named: tuple[str, str]) -> tuple[int, str]:
+    """Return what names are sorted by: the place of their modules in `API`, then themselves."""
+    name, module = named
+    every = [each for _, modules in API.values() for each in modules]
+    return next((place for place, each in enumerate(every) if module.startswith(each)), len(every)), name.casefold()
+
+
 def api_pages() -> dict[str, str]:
     """Return the pages of the API, by name."""
     pages = {}
     for page, names in api_names().items():
         title = API[page][0]
-        pages[page] = f"# {title}\n\nImported as `pt`: `import prefect_tune as pt`.\n\n" + "".join(
+        summary = "".join(f"| [`pt.{name}`](#prefect_tune.{name}) | {_summary(name)} |\n" for name in names)
+        pages[page] = f"# {title}\n\n`import prefect_tune as pt`\n\n| | |\n|---|---|\n{summary}\n" + "".join(
             f"::: prefect_tune.{name}\n\n" for name in names
         )
     return {**pages, "integrations": _integrations()}
 
 
+def _summary(name: str) -> str:
+    """Return the first line of a public name's docstring."""
+    found = getattr(getattr(pt, name), "fn", getattr(pt, name))
+    said = inspect.getdoc(found) if inspect.isclass(found) or inspect.isfunction(found) else None  # not of an alias
+    return (said or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
 def _integrations() -> str:
     modules = sorted(path.stem for path in (ROOT / "src/prefect_tune/integrations").glob("*.py"))
     shown = [name for name in modules if name not in ("__init__", "common")]
-    said = "# Integrations\n\nWhat these modules are for is told [here](../integrations.md).\n\n"
+    said = "# Integrations\n\n[How to use these modules](../integrations.md).\n\n"
     return said + "".join(
         f"## `prefect_tune.integrations.{name}`\n\n::: prefect_tune.integrations.{name}\n"
         "    options:\n      show_root_heading: false\n      heading_level: 3\n\n"

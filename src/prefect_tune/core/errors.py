@@ -34,7 +34,7 @@ __all__ = [
 
 
 class TuneError(Exception):
-    """Everything that prefect-tune raises on purpose."""
+    """The base class of all errors that prefect-tune raises on purpose."""
 
 
 class InvalidInput(TuneError, ValueError):
@@ -82,7 +82,7 @@ class CheckpointCorrupt(TuneError):
 
 
 class DamageFound(TuneError):
-    """Maintenance found damage that was not reported before: look at it. The rest of the round was completed."""
+    """Maintenance found damage that was not reported before: read its report. All of its other work was done."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ class SaveOvertaken(TuneError):
 
 
 class JournalCorrupt(TuneError):
-    """The experiment's journal is inconsistent: nothing is resumed from it; ask for help."""
+    """The experiment's journal is inconsistent: nothing is resumed from it; restore its missing entries."""
 
 
 class UnknownVersion(TuneError):
@@ -119,7 +119,7 @@ class Superseded(TuneError):
 
 
 class ResumeFailed(TuneError):
-    """The experiment exists and could not be resumed: no new one was started in its place; resume again."""
+    """The experiment could not be resumed, or does not exist and must: no new one was started in its place."""
 
 
 class CrashLoop(TuneError):

@@ -26,9 +26,9 @@ from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):
-    """Stops a trial where a pruner of Optuna would prune it; of several metrics it goes by the first.
+    """Stops a trial where a pruner of Optuna would prune it, by the first metric of the objective.
 
-    Trials report at every step, and for successive halving, Hyperband and thresholds only where those look.
+    Successive halving, Hyperband and thresholds are called at the steps that they compare, other pruners at every step.
     """
 
     pruner: BasePruner

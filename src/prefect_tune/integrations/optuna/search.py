@@ -50,11 +50,12 @@ _NOTHING: Mapping[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class OptunaSearch(Search):
-    """Proposes what a sampler of Optuna proposes; without one, what its TPE does.
+    """Proposes what a sampler of Optuna proposes, by default its TPE.
 
-    The sampler's own seed counts for nothing: the experiment's does. It sees each metric of the objective; of a
-    single one also the values on the way, and a trial that a scheduler stopped as pruned. A trial whose last report
-    lacks one of them, or what a constraint is made of, has failed for it.
+    The seed is that of the experiment; the sampler's own seed has no effect. The sampler sees each metric of the
+    objective. With a single metric it also sees the reports at milestones, and trials that a scheduler stopped as
+    pruned ones. A trial whose last report lacks a metric of the objective, or one that a constraint needs, is a failed
+    trial to the sampler.
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
