@@ -122,7 +122,9 @@ def without(lines: Collection[str], code: str) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, CHECKPOINTS, RESULTS], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, CHECKPOINTS, RESULTS], ids=lambda page: page.name
+)
 def test_each_page_on_searches_and_results_works_from_top_to_bottom(
     page: Path, prefect_server: str, tmp_path: Path
 ) -> None:
