@@ -1,7 +1,12 @@
-"""The table of events as the page on events shows it, made from the classes that are the schema."""
+"""The tables of events as their pages show them, made from the classes that are the schema."""
 
 from __future__ import annotations
 
+import re
+from inspect import getdoc
+from typing import get_args
+
+from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.notifications import prefect_events
 from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
 
@@ -15,4 +20,16 @@ def events_table() -> str:
                 f"`{kind.name}`" if not issubclass(kind, TrialLifecycleEvent) or kind.is_urgent else f"`{kind.name}` *"
             )
             rows.append(f"| {name} | {' '.join(str(kind.__doc__).split())} | {fields} |")
+    return "\n".join(rows)
+
+
+def journal_events_table() -> str:
+    """Return the table of the page on the storage layout: the types of all events, and what each means."""
+    kinds = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}
+    types = {name: kind.model_fields["type"].default for name, kind in kinds.items()}
+    rows = ["| event | meaning |", "|---|---|"]
+    for name, kind in kinds.items():
+        first = " ".join(str(getdoc(kind)).partition("\n\n")[0].split())
+        meaning = re.sub(r"`([A-Z]\w+)`", lambda found: f"`{types[found[1]]}`", first)
+        rows.append(f"| `{types[name]}` | {meaning} |")
     return "\n".join(rows)

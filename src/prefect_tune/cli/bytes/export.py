@@ -22,9 +22,16 @@ from prefect_tune.core.storage.layout import CheckpointKey
 def export(
     target: Target,
     experiment: ExperimentName,
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
-    trial: Annotated[str | None, typer.Option(help="Trial. Default: the best one.", show_default=False)] = None,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="A new or empty directory.", show_default=False)
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Step of the checkpoint. Default: the newest.", show_default=False),
+    ] = None,
+    trial: Annotated[
+        str | None, typer.Option(metavar="TRIAL", help="Trial. Default: the best one.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""

@@ -36,7 +36,13 @@ def report(
     experiment: ExperimentName,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A .html or .md file. Default: Markdown to stdout.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A .html or .md file. Default: Markdown to stdout.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -27,7 +27,9 @@ class _Collision(StrEnum):
     ENQUEUE = "enqueue"
 
 
-_Flows = Annotated[list[str] | None, typer.Argument(metavar="[FLOW]...", show_default=False)]
+_Flows = Annotated[
+    list[str] | None, typer.Argument(metavar="[FLOW]...", help="Such as tune. Default: all.", show_default=False)
+]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the pool's job template.")]
 _Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
 _Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]

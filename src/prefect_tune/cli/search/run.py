@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @command
 @takes(RUN)
 def run(
-    trainable: Annotated[str, typer.Argument(metavar="MODULE:NAME", show_default=False)],
+    trainable: Annotated[
+        str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
+    ],
     target: Annotated[str, asks("--target", "TARGET", "Storage of the experiment.")],
     experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Name of the experiment.")],
     *,

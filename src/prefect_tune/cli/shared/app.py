@@ -44,9 +44,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
-ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", show_default=False)]
-TrialName = Annotated[str | None, typer.Option("--trial", help="One trial of a search.", show_default=False)]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A URI, a path, or a block's type/name.", show_default=False)
+]
+ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", help="Its name on TARGET.", show_default=False)]
+TrialName = Annotated[
+    str | None, typer.Option("--trial", metavar="TRIAL", help="One trial of a search, such as 3.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

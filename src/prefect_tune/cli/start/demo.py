@@ -12,8 +12,10 @@ from prefect_tune.cli.shared.app import command
 
 @command
 def demo(
-    target: Annotated[str | None, typer.Option(help="Target of the demo. Default: a temporary folder.")] = None,
-    steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 24,
+    target: Annotated[
+        str | None, typer.Option(metavar="TARGET", help="Target of the demo. Default: a temporary folder.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps of each run.")] = 24,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
 ) -> None:
     """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
