@@ -288,8 +288,9 @@ def _command(command: TyperCommand, context: typer.Context, path: str) -> Iterat
     yield f"\n### {path.removeprefix('prefect-tune ')}\n\n{_escaped(' '.join(first.split()))}\n\n"
     usage = " ".join(piece.strip("{}") for piece in command.collect_usage_pieces(context))
     yield f"```text\n{path} {usage}\n```\n"
-    if more:
-        yield f"\n```text\n{more.strip()}\n```\n"
+    for paragraph in filter(None, (each.strip("\b\n ") for each in more.split("\n\n"))):
+        is_example = paragraph.startswith("prefect-tune ")
+        yield f"\n```text\n{paragraph}\n```\n" if is_example else f"\n{_escaped(' '.join(paragraph.split()))}\n"
     records = [found for param in command.params if (found := param.get_help_record(context)) is not None]
     shown = [(option, about) for option, about in records if option.startswith("-")]
     if shown:

@@ -21,7 +21,7 @@ def maintain(
     experiments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[EXPERIMENT]...", help="Names or patterns of experiments. Default: all.", show_default=False
+            metavar="EXPERIMENT", help="Names or patterns of experiments. Default: all.", show_default=False
         ),
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",

@@ -28,7 +28,7 @@ class _Collision(StrEnum):
 
 
 _Flows = Annotated[
-    list[str] | None, typer.Argument(metavar="[FLOW]...", help="Such as tune. Default: all.", show_default=False)
+    list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
 ]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the pool's job template.")]
 _Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
@@ -65,7 +65,7 @@ def deploy(
 ) -> None:
     """Create a deployment of each FLOW, by default of all flows; with --name, one for a single experiment.
 
-    It is idempotent.
+    Run it again to update the deployments; schedules that were changed in the UI stay.
 
     prefect-tune deploy --work-pool training
 
