@@ -47,6 +47,7 @@ AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 WHERE_TRIALS_RUN = ROOT / "docs" / "where-trials-run.md"
 FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
+FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
@@ -65,6 +66,7 @@ TESTED = {
     SEARCHES: {"python"},
     WHERE_TRIALS_RUN: {"python"},
     FROM_OPTUNA: {"python"},
+    FROM_RAY_TUNE: {"python"},
     CHECKPOINTS: {"python"},
     INTEGRATIONS: {"python"},
     MAINTAIN: {"python", "bash"},
@@ -83,6 +85,7 @@ TESTED = {
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
+    (FROM_RAY_TUNE, "text"): "code for Ray Tune, which the lock does not hold",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
 }
 NOT_RUN = {
@@ -121,12 +124,15 @@ def without(lines: Collection[str], code: str) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "page", [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, CHECKPOINTS, RESULTS], ids=lambda page: page.name
+    "page",
+    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS],
+    ids=lambda page: page.name,
 )
 def test_each_page_on_searches_and_results_works_from_top_to_bottom(
     page: Path, prefect_server: str, tmp_path: Path
 ) -> None:
-    done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
+    runs = [block for block in blocks_of(page) if block.language == "python"]
+    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
 
 
