@@ -49,6 +49,8 @@ def test_the_steps_and_starts_that_are_left(standings: list[TrialStanding], step
         (standing(1, 1), 26),
         (standing(1, 12, 27, ended=1), 15),
         (standing(1, 1, 27, ended=1), 0),
+        (standing(2, 81), 1),  # the search was resumed with a lower end
+        (standing(81), 0),
     ],
 )
 def test_the_steps_of_the_trial_that_trains_longest(standings: list[TrialStanding], steps: int) -> None:

@@ -61,9 +61,13 @@ class Promotions:
         return steps, starts
 
     def alone(self, standings: Sequence[TrialStanding]) -> int:
-        """Return the most steps that one trial has to train: to its next rung, or the best one to the end."""
+        """Return the most steps that one trial has to train: to its next rung, or the best one to the end.
+
+        A trial of an earlier run may have paused beyond the end: a resume may bring another stop criterion.
+        """
         open_ones = [each.step for each in standings if not each.is_ended]
-        to_next = [next(end for end in (*self.rungs, self.most) if end >= step) - step for step in open_ones]
+        ends = (*self.rungs, self.most)
+        to_next = [min((end - step for end in ends if end >= step), default=0) for step in open_ones]
         if open_ones and max(each.step for each in standings) < self.most:
             to_next.append(self.most - max(open_ones))
         return max(to_next, default=0)
