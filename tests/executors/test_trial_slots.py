@@ -75,6 +75,11 @@ def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path)
         (8, {}, "1"),
         (8, {"max_concurrent_trials": 2}, "4"),
         (8, {"max_concurrent_trials": 16}, "1"),
+        (8, {"num_samples": 2}, "4"),
+        (8, {"num_samples": 2, "max_concurrent_trials": 4}, "4"),
+        (8, {"num_samples": -1}, "1"),
+        (64, {"num_samples": 1}, ""),
+        (8, {"samples_per_run": 2}, "1"),  # earlier runs may have left others
         (2, {"max_concurrent_trials": 1}, "2"),  # a container with a quota: libraries count the CPUs of its host
         (64, {"max_concurrent_trials": 1}, ""),
         (8, {"isolation": "thread"}, ""),

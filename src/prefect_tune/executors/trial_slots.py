@@ -51,9 +51,13 @@ def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
 
 
 def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
-    """Return the slots of trials that request no resources: one for each CPU, or `bound` ones that share the CPUs."""
+    """Return the slots of trials that request no resources: one for each CPU, or `bound` ones.
+
+    The trials that train at a time share the CPUs: those of all slots, or of the whole search if they are fewer.
+    """
     count = bound or cpu_count
-    share = max(1, cpu_count // count)
+    trial_count = None if plan.samples_per_run else plan.trial_count  # with it the total is known only to the journal
+    share = max(1, cpu_count // min(count, trial_count or count))
     has_all = share >= (os.cpu_count() or 1)
     return Slots(count, [] if has_all or plan.isolation == "thread" else [_threads(share)] * count)
 
