@@ -72,6 +72,8 @@ def test_a_machine_has_the_processors_that_this_process_may_use(monkeypatch: pyt
         ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
         ({"cpu.max": "unreadable"}, 8),
+        ({"cpu.max": "100000 0"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "0"}, 8),
     ],
     ids=str,
 )

@@ -67,14 +67,14 @@ def cpu_count_here(control_groups: Path = _CONTROL_GROUPS, own: Path = Path("/pr
 
 def _quotas(control_groups: Path, own: Path) -> Iterator[float]:
     """Yield the processors that each control group of this process allows: Linux's cgroup v2, or v1 in a container."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, ArithmeticError):
         quota, period = (
             int((control_groups / "cpu" / f"cpu.cfs_{each}_us").read_text()) for each in ("quota", "period")
         )
         if quota > 0:
             yield quota / period
     for folder in _groups(control_groups, own):
-        with suppress(OSError, ValueError):  # "max" is no quota
+        with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
             quota, period = map(int, (folder / "cpu.max").read_text().split())
             yield quota / period
 
