@@ -13,7 +13,7 @@ from prefect_tune.core.models import first_line
 __all__ = ["error_of", "errors_by_cause", "names_of"]
 
 _BUDGET = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
-_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+_FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _NAMES = 3
 
 

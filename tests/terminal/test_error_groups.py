@@ -1,0 +1,26 @@
+"""One line for an error that several trials have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.terminal.error_groups import error_of
+
+FRAME = 'File "/home/me/train.py", line 9, in train'
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        (
+            f"KeyError: 'lr'\nTraceback (most recent call last):\n  {FRAME}\n    config['lr']",
+            "KeyError: 'lr' (train.py:9)",
+        ),
+        ("failure 3 of the trainable (max_failures=2): ValueError: no", "ValueError: no"),
+        ("its process was killed", "its process was killed"),
+        ("the last output:" + "\n" * 300_000, "the last output:"),  # in linear time
+    ],
+    ids=["with its line", "after retries", "without a traceback", "blank lines"],
+)
+def test_an_error_in_one_line(reason: str, line: str) -> None:
+    assert error_of(reason) == line
