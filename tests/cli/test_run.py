@@ -58,6 +58,18 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
     assert forked.code == 3
     assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
+    seed = ("--seed", pt.load_results(tmp_path, "f").experiment.settings["seed"])
+    there = search(MOODY, *options, *seed, "--num-samples", 1, "--experiment", "f", "--rerun-errored", "--json")
+    assert json.loads(there.out)["trials_by_status"] == {"completed": 1}
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_without_its_metric_says_so_also_if_a_trial_errored(run: Run, tmp_path: Path) -> None:
+    options = ("--target", tmp_path, "--experiment", "e", "--metric", "accuracy", "--stop", "step=3")
+    done = run("run", MOODY, *options, "--set", "fails=grid_search(raise,not)", "--num-samples", 1)
+    assert done.code == 1
+    assert "expected the metric 'accuracy', found " in done.err
+    assert done.err.endswith("continue from their checkpoints, errored ones with rerun_errored=True\n")
 
 
 def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:

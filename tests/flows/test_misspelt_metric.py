@@ -80,6 +80,25 @@ def test_a_search_whose_trials_report_the_metric_rarely_completes(local_target: 
     assert [str(each.status) for each in found.trials.values()] == ["completed"] * 3
 
 
+def skipping(config: Mapping[str, Any]) -> None:
+    """Report something else than the metric for the first point."""
+    pt.report({"accuracy": 0.5} if config["point"] else {"skipped": 1})
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("scheduler", "first"), [(None, "completed"), (pt.ASHA(max_t=4), "errored")], ids=["none", "ASHA"]
+)
+def test_a_search_whose_first_trial_reports_something_else_goes_on(
+    local_target: LocalTarget, scheduler: pt.ASHA | None, first: str
+) -> None:
+    space, common = {"point": pt.grid_search([0, 1, 2])}, {"isolation": "thread", "max_concurrent_trials": 1}
+    asked: Mapping[str, Any] = {"target": local_target, "metric": "accuracy", "scheduler": scheduler, **common}
+    found = pt.tune(skipping, space, experiment="e", num_samples=1, **asked)
+    assert [str(each.status) for each in found.trials.values()] == [first, "completed", "completed"]
+    assert found.best.metrics == {"accuracy": 0.5}
+
+
 @pytest.mark.usefixtures("prefect_server")
 def test_trials_that_were_compared_by_a_metric_keep_it(local_target: LocalTarget) -> None:
     searched(local_target, "loss", num_samples=1)

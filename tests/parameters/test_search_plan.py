@@ -18,7 +18,6 @@ NOT_AN_OPTION = {
     "experiment": "an argument",
     "sync": "a dozen settings: in code, or in the parameters of a deployment",
     "resources_total": "of the machine; the same for each run on it",
-    "rerun_errored": "an option of `resume`",
 }
 """The parameters of a search that `prefect-tune run` does not take as an option, and why."""
 

@@ -28,6 +28,7 @@ LOG = logging.getLogger("a flow run")
 T = "00000"
 FIRST = "trial 00000 reported ['loss'], without the metric 'los'; the search ends if no report has it by the time"
 CERTAIN = "no report had the metric 'los'"
+NO_ACCURACY = "no report had the metric 'accuracy'"
 UNDECIDED = BadMetric("trial 00000, step 1: expected a number for metric 'los'")
 
 
@@ -51,13 +52,13 @@ class Search:
         return self.check.why_end(self.state)
 
 
-def trial(steps: Sequence[Mapping[str, object]], *, attempt: int = 1) -> list[Event]:
+def trial(steps: Sequence[Mapping[str, object]], *, name: str = T, attempt: int = 1) -> list[Event]:
     """The events of a trial that completes with these reports."""
     reports = [StepReport(step=number, metrics=metrics) for number, metrics in enumerate(steps, 1)]
     return [
-        Started(trial=T, attempt=attempt, from_step=0),
-        *(Reported(trial=T, report=report) for report in reports),
-        Finished(trial=T, reason="the trainable returned"),
+        Started(trial=name, attempt=attempt, from_step=0),
+        *(Reported(trial=name, report=report) for report in reports),
+        Finished(trial=name, reason="the trainable returned"),
     ]
 
 
@@ -78,6 +79,29 @@ def test_it_is_certain_once_a_trial_has_completed() -> None:
     assert not search.why_end
     search.happens(last)
     assert search.why_end == CERTAIN
+
+
+def test_one_trial_without_the_metric_and_without_a_similar_one_is_no_proof_but_a_second_one_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = Search("accuracy")
+    search.happens(*trial([{"skipped": 1}]))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith("the search ends if no report has it by the time two trials have completed")
+    *before, last = trial([{"skipped": 1}], name="00001")
+    search.happens(TrialAdded(trial="00001", config={}, apart=True), *before)
+    assert not search.why_end
+    search.happens(last)
+    assert search.why_end == NO_ACCURACY
+
+
+def test_a_trial_that_reports_something_else_ends_no_search_whose_next_trial_has_the_metric() -> None:
+    search = Search("accuracy")
+    search.happens(*trial([{"skipped": 1}]))
+    others: Mapping[str, Mapping[str, object]] = {"00001": {"accuracy": 0.5}, "00002": {"skipped": 1}}
+    for name, metrics in others.items():
+        search.happens(TrialAdded(trial=name, config={}, apart=True), *trial([metrics], name=name))
+    assert not search.why_end
 
 
 def test_also_in_the_journal_of_a_trial_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,6 +129,17 @@ def test_it_is_certain_when_the_scheduler_cannot_decide_for_lack_of_the_first_me
     search = Search("los", "size")
     search.tells(loss=1.0)
     assert search.check.why_end(search.state, UNDECIDED) == CERTAIN
+
+
+def test_a_scheduler_that_cannot_decide_about_one_trial_without_a_similar_metric_is_no_proof_but_a_second_one_is() -> (
+    None
+):
+    search = Search("accuracy")
+    search.tells(skipped=1)
+    for _ in range(2):  # of the same trial
+        assert not search.check.why_end(search.state, UNDECIDED)
+    other = BadMetric("trial 00001, step 1: expected a number for metric 'accuracy'")
+    assert search.check.why_end(search.state, other) == NO_ACCURACY
 
 
 def test_a_scheduler_that_cannot_decide_about_one_trial_ends_no_search_that_knows_the_metric() -> None:

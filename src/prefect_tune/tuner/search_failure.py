@@ -78,8 +78,10 @@ def _without_metric(results: Results, missing: Sequence[str]) -> str:
     question = f"; did you mean {meant!r}?" if meant else "."
     is_one = results.objective is not None and len(results.objective.metrics) == 1
     metric = f"metric={meant!r}" if meant and is_one else "a metric that the trainable reports"
+    errored = ", errored ones with rerun_errored=True" if results.errors else ""
     return (
         f"experiment {results.experiment.name!r}: expected the metric {', '.join(map(repr, missing))}, "
         f"found {', '.join(map(repr, found)) or 'no metric'} in the reports{question} Run the search again under the "
         f"same experiment name with {metric}: completed trials are kept, the others continue from their checkpoints"
+        f"{errored}"
     )

@@ -79,7 +79,7 @@ def _results_of(search: Callable[[], Results]) -> Results:
         return search()
     except SearchFailed as failed:
         results = cast("Results", failed.results)
-        if not results.errors:  # no report had the metric
+        if len(results.errors) < len(results.trials):  # no report had the metric
             raise
         return results
 

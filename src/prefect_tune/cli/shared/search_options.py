@@ -167,6 +167,10 @@ _OPTIONS: Mapping[str, _Option] = {
     "resume": _Option(
         metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: EXPERIMENT exists; never: it is new."
     ),
+    "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
+    "only_errored": _Option(
+        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry errored trials only."
+    ),
     "on_code_change": _Option(
         metavar="WHAT",
         kind=_OnCodeChange,
@@ -175,10 +179,6 @@ _OPTIONS: Mapping[str, _Option] = {
     ),
     "fork": _Option(metavar="NAME", about="Resume a copy of EXPERIMENT under this name."),
     "at": _Option(metavar="ENTRY", kind=int, about="Fork at this journal entry. Default: the last."),
-    "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
-    "only_errored": _Option(
-        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry errored trials only."
-    ),
     "total_samples": _Option(
         metavar="N",
         flag="--num-samples",
