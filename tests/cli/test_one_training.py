@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.operations.scrub import inspect_one
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run
 from tests.fakes.experiments import write_experiment
@@ -84,6 +89,23 @@ def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path
     told = run("verify", target, "digits", "--json")
     assert (told.code, told.err) == (1, "")
     assert [row["damage"] is None for row in json.loads(told.out)] == [True, False, True]
+
+
+def test_verify_prints_damage_also_if_the_target_fails_later(
+    run: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until_the_last(store: ObjectStore, key: CheckpointKey, **more: Any) -> Sequence[object]:
+        if key.step == 6:
+            raise StoreUnavailable("the network is down")
+        return inspect_one(store, key, **more)
+
+    blobs(target)[0].unlink()
+    monkeypatch.setattr("prefect_tune.cli.bytes.verify.inspect_one", until_the_last)
+    done = run("verify", target, "digits")
+    assert done.code == 1
+    damage, error = done.err.splitlines()
+    assert damage.startswith("step 2: DAMAGED: ")
+    assert error == "prefect-tune: the network is down"
 
 
 def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:

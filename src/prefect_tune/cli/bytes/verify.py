@@ -46,9 +46,10 @@ def verify(
         trials = trials_today(store, state, chosen_trials(state, trial))
         checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
         for name, of_trial in groupby(checks, key=lambda each: each.trial):
-            found += (verified := _with_progress(name, of_trial))
+            named = f"{name} " if is_search(state) else ""
+            found += (verified := _with_progress(name, of_trial, damaged=None if as_json else f"{named}step"))
             if not as_json:
-                _print(f"{name} " if is_search(state) else "", verified)
+                _print_whole(named, verified)
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
@@ -68,21 +69,25 @@ class _Verified:
     damage: str | None = None
 
 
-def _with_progress(trial: str, checks: Iterable[_Verified]) -> Sequence[_Verified]:
-    """Return the checks of a trial; while they run, a terminal shows which step was read last."""
+def _with_progress(trial: str, checks: Iterable[_Verified], *, damaged: str | None) -> Sequence[_Verified]:
+    """Return the checks of a trial; while they run, a terminal shows which step was read last.
+
+    Args:
+        damaged: begins the line that is printed as soon as a damaged checkpoint is found: an error of the target may
+            end the checks. None if none is printed.
+    """
     done = []
     with Console(stderr=True).status(f"{trial}: reading") as status:
         for each in checks:
             done.append(each)
             status.update(f"{trial}: step {each.step} is read")
+            if each.damage and damaged:
+                print(f"{damaged} {each.step}: DAMAGED: {each.damage}", file=sys.stderr)
     return done
 
 
-def _print(trial: str, verified: Sequence[_Verified]) -> None:
-    """Print each damaged checkpoint of a trial, and one line for all that are whole."""
-    for each in verified:
-        if each.damage:
-            print(f"{trial}step {each.step}: DAMAGED: {each.damage}", file=sys.stderr)
+def _print_whole(trial: str, verified: Sequence[_Verified]) -> None:
+    """Print one line for all checkpoints of a trial that are whole."""
     if whole := [each for each in verified if not each.damage]:
         steps = f"{'step' if len(whole) == 1 else 'steps'} {format_steps([each.step for each in whole])}"
         size = shown_size(sum(each.size_bytes for each in whole))
