@@ -41,6 +41,15 @@ def test_a_folder_that_does_not_exist_is_named_with_a_similar_one_and_not_create
     assert [each.name for each in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.parametrize("command", [("ls",), ("show", "digits")])
+def test_a_folder_that_cannot_be_looked_up_is_one_line(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    verb, *experiment = command
+    done = run(verb, tmp_path / ("long" * 100), *experiment)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("prefect-tune: ")
+    assert done.err.endswith("(File name too long)\n")
+
+
 def test_a_place_above_the_experiments_says_where_they_are(run: Run, tmp_path: Path) -> None:
     write_experiment(tmp_path / "lab" / "team", "alone", [2])
     there = (tmp_path / "lab" / "team").as_uri()

@@ -22,15 +22,22 @@ _MOST = 5
 
 
 def require_folder(place: StorageTarget) -> None:
-    """Require that the folder of a target on this machine exists.
+    """Require that the folder of a target on this machine exists, as far as this user may know.
 
     Raises:
         InvalidInput: it does not. The message has the folder beside it with a similar name, or some that are there.
     """
     from prefect_tune.blocks import LocalTarget
 
-    if isinstance(place, LocalTarget) and not place.may_hang and not (folder := Path(place.path)).exists():
+    if isinstance(place, LocalTarget) and not place.may_hang and _is_missing(folder := Path(place.path)):
         raise InvalidInput(f"{folder}: there is no such folder; {_beside(folder)}")
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        return not folder.exists()
+    except OSError:  # such as a folder above it that this user may not read: the first read says so
+        return False
 
 
 def experiments_nearby(place: StorageTarget, store: ObjectStore) -> str:
