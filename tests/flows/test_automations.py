@@ -122,6 +122,19 @@ class TestInstalled:
         with get_client(sync_client=True) as client:
             assert len(client.read_automations_by_name(BEST)) == 1
 
+    def test_of_two_names_the_one_with_actions_stays(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        document = block.save("tune-alerts", overwrite=True)
+        install_automations(names=[BEST])  # without an action
+        theirs: Any = Automation.read(name=BEST)
+        theirs.name = "prefect-tune: new best"
+        theirs.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
+        theirs.enabled = True
+        Automation(**theirs.model_dump(exclude={"id"})).create()  # by a client of an earlier release
+        install_automations()
+        assert (actions_of(BEST), found()[BEST]["enabled"]) == (["send-notification"], True)
+        assert "prefect-tune: new best" not in found()
+
     def test_what_somebody_has_changed_in_the_ui_stays(self) -> None:
         block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
         document = block.save("tune-alerts", overwrite=True)

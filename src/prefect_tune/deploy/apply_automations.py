@@ -193,9 +193,10 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
 
 
 def _found(client: SyncPrefectClient, wanted: AutomationSpec) -> Sequence[Automation]:
-    """Return the automation as it is on the server, also under its former name; more than one of duplicates."""
+    """Return the automation as it is on the server, also under its former name; of duplicates first one that acts."""
     names = (wanted.name, wanted.former_name)
-    return [each for name in names for each in client.read_automations_by_name(name)]
+    found = [each for name in names for each in client.read_automations_by_name(name)]
+    return sorted(found, key=lambda each: not _act(each.actions))
 
 
 def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
