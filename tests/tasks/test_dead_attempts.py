@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -170,6 +171,19 @@ def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
     owner = Owner(name="dead", host=HERE, pid=_ended_process(), flow_run=str(flow_run_in(client, Crashed())))
     monkeypatch.setattr(SyncPrefectClient, "read_task_runs", one_at_a_time)
     assert states_after_a_takeover(client, owner) == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
+
+
+def test_a_server_that_lists_no_events_leaves_only_the_time_out(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise httpx.ReadTimeout("busy")
+
+    owner = Owner(name="dead", host=HERE, pid=_ended_process(), flow_run=str(flow_run_in(client, Crashed())))
+    monkeypatch.setattr(SyncPrefectClient, "read_events", refused)
+    assert states_after_a_takeover(client, owner) == {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
+    messages = {each.state.message for each in attempts(client, owner) if each.state and each.state.message}
+    assert messages == {"its process was lost; flow run 'next' took over"}
 
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:

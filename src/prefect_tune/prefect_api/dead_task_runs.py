@@ -88,16 +88,18 @@ def _live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
 
 
 def _last_seen(client: SyncPrefectClient, flow_run: UUID, *, started_again: bool) -> datetime | None:
-    """Return the time of the last event of the lost process that runs the flow; None if there is none."""
+    """Return the time of the last event of the lost process that runs the flow; None if there is none, or no answer."""
     signs = EventFilter(
         event=EventNameFilter(prefix=_BY_THE_PROCESS),
         any_resource=EventAnyResourceFilter(id=[f"prefect.flow-run.{flow_run}"]),
         order=EventOrder.DESC,
     )
-    starts = [each for each in in_order(client.read_flow_run_states(flow_run)) if each.is_running()]
-    if started_again and starts:  # later events come from the new process
-        signs.occurred = EventOccurredFilter(until=starts[-1].timestamp)
-    return next((each.occurred for each in client.read_events(signs, limit=1).events), None)
+    with suppress(PrefectException, httpx.HTTPError):
+        starts = [each for each in in_order(client.read_flow_run_states(flow_run)) if each.is_running()]
+        if started_again and starts:  # later events come from the new process
+            signs.occurred = EventOccurredFilter(until=starts[-1].timestamp)
+        return next((each.occurred for each in client.read_events(signs, limit=1).events), None)
+    return None
 
 
 def _since(run: TaskRun, seen: datetime | None) -> str:
