@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from inspect import Parameter, Signature, getdoc, signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import httpx
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import parameter_docstrings
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -31,7 +35,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
     A run takes a parameter of the group beside it too, as clients and deployments of earlier releases pass it; that
-    one replaces the one in the group.
+    one replaces the one in the group, unless only the deployment stores it and the run sets the one in the group.
 
     Args:
         flow: the flow that is run, whose parameters are flat.
@@ -117,18 +121,45 @@ def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Ca
 
 
 def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat parameters; those of the group replace defaults, but not what the run was given beside it."""
+    """Return flat parameters; those of the group replace defaults, but not what the run was given beside it.
+
+    A form does not show what its deployment stores beside the group: a value that a person sets in the group counts.
+    """
     flat = dict(given)
     group: BaseModel | None = flat.pop(ADVANCED)
     if group is None:
         return flat
     beside = _given_to_the_run()
-    for name in sorted(group.model_fields_set):
-        if name not in beside:
+    differ = [name for name in sorted(group.model_fields_set & beside.keys()) if flat[name] != getattr(group, name)]
+    flat |= {name: getattr(group, name) for name in group.model_fields_set - beside.keys()}
+    stored = _stored_by_the_deployment() if differ else {}
+    for name in differ:
+        is_set = getattr(group, name) != type(group).model_fields[name].default
+        if is_set and _is_only_stored(name, beside, stored):
             flat[name] = getattr(group, name)
-        elif flat[name] != getattr(group, name):
+            get_run_logger().warning(
+                "%s: the value in %r replaces the one that the deployment stores beside the group", name, ADVANCED
+            )
+        else:
             get_run_logger().warning("%s: the value beside the group replaces the one in %r", name, ADVANCED)
     return flat
+
+
+def _is_only_stored(name: str, beside: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Whether the deployment stores the value beside the group, and the run was given its own one in the group."""
+    in_group, in_stored_group = ((each.get(ADVANCED) or {}).get(name) for each in (beside, stored))
+    return name in stored and stored[name] == beside[name] and in_group != in_stored_group
+
+
+def _stored_by_the_deployment() -> Mapping[str, Any]:
+    """Return the parameters that the deployment of this flow run stores; none if the server does not say."""
+    context = FlowRunContext.get()
+    deployment_id = context.flow_run.deployment_id if context is not None and context.flow_run is not None else None
+    if deployment_id is None:
+        return {}
+    with suppress(PrefectException, httpx.HTTPError), get_client(sync_client=True) as client:
+        return client.read_deployment(deployment_id).parameters
+    return {}
 
 
 def _given_to_the_run() -> Mapping[str, Any]:
