@@ -25,8 +25,8 @@ from prefect_tune.core.models import first_line, flat, plural
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.prefect_api.returned_failure import failed_by
 from prefect_tune.runtime.checkpoint import Checkpoint
 
 __all__ = ["TrialResult", "durable_trainable"]

@@ -11,6 +11,7 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
 from prefect_tune.notebook.cell_output import search_output
+from prefect_tune.parameters.checks.resume_compatibility import require_search
 from prefect_tune.parameters.form_schema import (
     CallbacksField,
     OtherTrainableField,
@@ -18,7 +19,6 @@ from prefect_tune.parameters.form_schema import (
     SyncField,
     TargetField,
 )
-from prefect_tune.parameters.resume_compatibility import require_search
 from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
 from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server

@@ -12,7 +12,7 @@ from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of
 from prefect_tune.executors.trial_parameters import TrialParameters, request_from
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 
 __all__ = ["train_trial"]
 

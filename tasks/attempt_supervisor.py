@@ -25,7 +25,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.search_link import Answer, SearchLink
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.commit_worker import USERS_FAULT, CommitWorker, PendingCheckpoint

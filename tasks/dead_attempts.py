@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.prefect_api.dead_task_runs import set_crashed
+from prefect_tune.prefect_api.task_runs.dead_task_runs import set_crashed
 from prefect_tune.supervisor.run_identity import is_gone
 
 __all__ = ["settle_dead_attempts"]

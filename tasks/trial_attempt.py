@@ -36,13 +36,13 @@ from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.prefect_api.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.process_channel import Log, trial_in_place
-from prefect_tune.supervisor.process_output import TrialLog
+from prefect_tune.supervisor.processes.process_channel import Log, trial_in_place
+from prefect_tune.supervisor.processes.process_output import TrialLog
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path

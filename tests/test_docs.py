@@ -24,7 +24,7 @@ from prefect_tune.core.storage import layout
 from prefect_tune.deploy.apply_automations import uninstall_automations
 from prefect_tune.deploy.automation_specs import shipped
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.argument_checks import stopper_for
+from prefect_tune.parameters.checks.argument_checks import stopper_for
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.experiments import write_experiment

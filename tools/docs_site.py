@@ -38,7 +38,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.resume",
             "flows.durable_trainable",
             "results",
-            "tuner.send_stop_request",
+            "tuner.stopping.send_stop_request",
             "flows.maintain",
             "maintenance.report",
         ),

@@ -117,7 +117,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         sync_experiment_state,
     )
-    from prefect_tune.tuner.send_stop_request import StopOutcome, stop
+    from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
 
     __version__: str
 
@@ -251,7 +251,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results.results": "Results load_results",
-    "prefect_tune.tuner.send_stop_request": "StopOutcome stop",
+    "prefect_tune.tuner.stopping.send_stop_request": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.maintenance.report": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner",

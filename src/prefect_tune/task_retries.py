@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-    from prefect_tune.supervisor.process_output import Log
+    from prefect_tune.supervisor.processes.process_output import Log
 
 __all__ = [
     "CHECKING",

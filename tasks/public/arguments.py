@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import ExperimentName, StepReport, TrialId
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.checks.argument_checks import storable_config
 from prefect_tune.parameters.validated_parameters import ValidatedParameters
 
 __all__ = [

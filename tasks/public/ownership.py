@@ -20,8 +20,8 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
 from prefect_tune.core.models import Stamp
-from prefect_tune.parameters.resume_compatibility import require_goes_on
-from prefect_tune.parameters.target_requirements import require_one_runner, runner_elsewhere
+from prefect_tune.parameters.checks.resume_compatibility import require_goes_on
+from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import Writer
 from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer

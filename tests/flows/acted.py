@@ -21,7 +21,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.parameters.checks.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter, Writer
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec

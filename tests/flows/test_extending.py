@@ -18,7 +18,7 @@ from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.parameters.samples_per_run import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
-from prefect_tune.prefect_api.call_path import call_path
+from prefect_tune.prefect_api.flow_runs.call_path import call_path
 from prefect_tune.tasks.existing_experiment import read_known
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS

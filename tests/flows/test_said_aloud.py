@@ -12,8 +12,8 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.parameters.limits import warn_of_constants
-from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
+from prefect_tune.parameters.checks.limits import warn_of_constants
+from prefect_tune.parameters.checks.resume_compatibility import say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train

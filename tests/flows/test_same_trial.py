@@ -14,8 +14,8 @@ from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.argument_checks import name_of
-from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.checks.argument_checks import name_of
+from prefect_tune.parameters.checks.resume_compatibility import require_same_training
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from tests.fakes.experiments import write_experiment

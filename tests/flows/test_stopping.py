@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
-from prefect_tune.tuner.send_stop_request import StopOutcome, stop
+from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
 from tests.fakes.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at

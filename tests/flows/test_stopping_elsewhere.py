@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.tuner.send_stop_request import stop
+from prefect_tune.tuner.stopping.send_stop_request import stop
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at
 from tests.trainables.witness import told

@@ -59,7 +59,7 @@ from prefect_tune.results.results import load_results
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
 from prefect_tune.tasks.publish_results import read_curves
-from prefect_tune.tuner.send_stop_request import stop
+from prefect_tune.tuner.stopping.send_stop_request import stop
 
 __all__ = ["KEY", "Release", "facts_of", "releases", "words_on"]
 

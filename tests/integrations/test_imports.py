@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 from tests.fakes.trial_processes import Hearing, family, log_to, metrics_of, nothing_left, start_of
 from tests.supervisor.modules import Module, Trains, different

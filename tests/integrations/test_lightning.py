@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example

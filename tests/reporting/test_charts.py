@@ -23,17 +23,17 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.trial_status import Status
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.reporting.axes import fitted
-from prefect_tune.reporting.report_input import DRAWN, ReportInput
-from prefect_tune.reporting.svg import BLUE, GREY, ORANGE
-from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
-from prefect_tune.reporting.trial_charts import (
+from prefect_tune.reporting.charts.axes import fitted
+from prefect_tune.reporting.charts.svg import BLUE, GREY, ORANGE
+from prefect_tune.reporting.charts.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.charts.trial_charts import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
+from prefect_tune.reporting.report_input import DRAWN, ReportInput
 from tests.fakes.told_searches import Telling, asha, pareto, population, single, statuses_told
 
 Chart = Callable[[ReportInput], str | None]

@@ -76,7 +76,7 @@ def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPa
     assert (found.process, found.name) == (1, "a trial")
 
 
-_TRIAL = "prefect_tune.runtime.trial_process"
+_TRIAL = "prefect_tune.runtime.processes.trial_process"
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
+from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, save_last_step
-from prefect_tune.runtime.trial_process import train
 from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 Config = Mapping[str, object]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.messages.process_messages import Start
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 from tests.fakes.trial_processes import (
     Family,

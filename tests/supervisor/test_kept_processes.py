@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.messages.process_messages import Broke, TrialEnded
-from prefect_tune.runtime.process_reset import READ_ONCE, ProcessState
-from prefect_tune.supervisor import worker_pools
-from prefect_tune.supervisor.process_channel import trial_in_place
-from prefect_tune.supervisor.process_pool import TrialProcessPool
-from prefect_tune.supervisor.worker_pools import worker_pool
+from prefect_tune.runtime.processes.process_reset import READ_ONCE, ProcessState
+from prefect_tune.supervisor.processes import worker_pools
+from prefect_tune.supervisor.processes.process_channel import trial_in_place
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.worker_pools import worker_pool
 from tests.fakes.trial_processes import (
     Family,
     Hearing,

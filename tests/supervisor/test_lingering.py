@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, metrics_of, start_of
 from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import told

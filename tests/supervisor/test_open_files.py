@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer
+from prefect_tune.supervisor.processes.fork_client import ForkedProcess, ForkServer
 
 _LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
 

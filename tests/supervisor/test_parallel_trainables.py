@@ -25,9 +25,9 @@ from prefect_tune.core.messages.process_messages import (
     StopAndSave,
     TrialEnded,
 )
-from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
-from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import (
     Family,
     Hearing,

@@ -15,7 +15,7 @@ from textwrap import dedent
 import pytest
 
 from prefect_tune.core.messages.process_messages import Broke, TrainableLoaded
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import (
     Family,
@@ -340,7 +340,7 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
     code = dedent(f"""
         import logging, sys, time
         sys.path.insert(0, {str(tmp_path)!r})
-        from prefect_tune.supervisor.process_pool import TrialProcessPool
+        from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
         pool = TrialProcessPool(slots=1, reuse="auto")
         pool.prepare("{module.name}:train", logging.getLogger())
         time.sleep(600)

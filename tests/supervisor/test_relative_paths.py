@@ -15,7 +15,7 @@ from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
 from prefect_tune.loggers import CSVLogger
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters

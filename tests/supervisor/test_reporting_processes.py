@@ -21,8 +21,8 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters
 

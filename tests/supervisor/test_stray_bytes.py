@@ -14,7 +14,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of

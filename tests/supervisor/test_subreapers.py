@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import TrialEnded
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Hearing, family, heard, log_to, metrics_of, start_of, until
 from tests.trainables.forked import daemonizes, looks_around
 from tests.trainables.witness import told

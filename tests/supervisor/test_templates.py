@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Family, Hearing, heard, log_to, metrics_of, nothing_left, until
 from tests.supervisor.modules import Module
 

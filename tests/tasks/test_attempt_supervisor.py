@@ -27,7 +27,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor

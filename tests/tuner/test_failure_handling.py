@@ -36,7 +36,7 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.stop_handling import Stopping
+from prefect_tune.tuner.stopping.stop_handling import Stopping
 from tests.fakes.limits import limits_of
 from tests.flows.acted import Troupe
 

@@ -22,7 +22,7 @@ from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.parameters.argument_checks import import_string, stopper_for
+from prefect_tune.parameters.checks.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
 from prefect_tune.parameters.resume_mode import resuming
 from prefect_tune.parameters.samples_per_run import require_one_count

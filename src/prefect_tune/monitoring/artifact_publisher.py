@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 
 from prefect_tune.core.models import digest_of
 from prefect_tune.prefect_api.artifacts import update_artifact
-from prefect_tune.supervisor.process_output import Log
+from prefect_tune.supervisor.processes.process_output import Log
 
 __all__ = ["ArtifactContent", "ArtifactPublisher", "EarlierArtifacts", "artifact_key", "plain_key"]
 

@@ -10,7 +10,7 @@ from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table,
 from prefect_tune.core.models import plural
 from prefect_tune.notebook.cell_output import Ending
 from prefect_tune.notebook.trials_html import errors_html, trials_html
-from prefect_tune.reporting.svg import BLUE, GREEN, ORANGE, RED
+from prefect_tune.reporting.charts.svg import BLUE, GREEN, ORANGE, RED
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import chosen_trials, common_metrics, head_facts, time_left

@@ -16,10 +16,10 @@ from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table,
 from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.notebook.trials_html import errors_html, trials_html
+from prefect_tune.reporting.charts.trial_charts import learning_curves
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 from prefect_tune.reporting.history import HistoryView
 from prefect_tune.reporting.report_input import DRAWN, ReportInput, spread
-from prefect_tune.reporting.trial_charts import learning_curves
 from prefect_tune.terminal.formatting import format_counts, format_value
 from prefect_tune.terminal.progress_view import common_metrics
 from prefect_tune.terminal.trials_table import config_cells

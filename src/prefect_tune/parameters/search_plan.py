@@ -23,7 +23,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.argument_checks import (
+from prefect_tune.parameters.checks.argument_checks import (
     existing_limits,
     experiment_name,
     name_of,

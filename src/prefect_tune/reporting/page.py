@@ -10,18 +10,18 @@ from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_status import Status, status_label
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
-from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
-from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
-from prefect_tune.reporting.report_input import ReportInput
-from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
-from prefect_tune.reporting.trial_charts import (
+from prefect_tune.reporting.charts.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.charts.trial_charts import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
+from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
+from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.terminal.error_groups import error_of
 from prefect_tune.terminal.formatting import format_counts
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
+from prefect_tune.reporting.charts.svg import data_uri
 from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.svg import data_uri
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _SHORT = 16

@@ -1,1 +1,1 @@
-"""Code of the trial process, without Prefect: trainable, session, checkpoint, fork server."""
+"""Code of the trial process, without Prefect: trainable, session, checkpoint; in `processes` its main programs."""

@@ -11,7 +11,9 @@ from typing import Final
 from prefect_tune.core.errors import InvalidInput
 
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
-_MAIN_MODULES: Final = frozenset({"prefect_tune.runtime.trial_process", "prefect_tune.runtime.fork_server"})
+_MAIN_MODULES: Final = frozenset(
+    {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
+)
 ONE_PROCESS: Final = (
     "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
     "one process), and run more trials side by side instead"

@@ -1,1 +1,1 @@
-"""The supervisor's side of a trial process: pool, channel, output, specification, shutdown."""
+"""The supervisor's side of a trial process: its processes, its specification, its journal, shutdown."""

@@ -15,7 +15,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
-from prefect_tune.prefect_api.suspension import ignoring_suspension, is_suspended
+from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
 from prefect_tune.task_retries import retrying_until
 
 __all__ = ["interruptible", "send_log"]

@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.models import digest_of
-from prefect_tune.parameters.argument_checks import stopper_for
+from prefect_tune.parameters.checks.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with

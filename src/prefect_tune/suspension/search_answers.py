@@ -6,9 +6,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.resume_compatibility import code_note
+from prefect_tune.parameters.checks.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_path import call_path
+from prefect_tune.prefect_api.flow_runs.call_path import call_path
 from prefect_tune.suspension.answers import standing_of, stop_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_search, page_of
 from prefect_tune.suspension.suspend_flow_run import last_form

@@ -17,8 +17,8 @@ from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
 from prefect.states import Paused, Suspended
 
-from prefect_tune.prefect_api.run_states import in_order, is_resumed
-from prefect_tune.prefect_api.suspension import set_with_form, suspended_state
+from prefect_tune.prefect_api.flow_runs.run_states import in_order, is_resumed
+from prefect_tune.prefect_api.flow_runs.suspension import set_with_form, suspended_state
 
 __all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without", "pause_with"]
 

@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.suspension import is_suspended
+from prefect_tune.prefect_api.flow_runs.suspension import is_suspended
 from prefect_tune.supervisor.cancel_and_suspend import send_log
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question

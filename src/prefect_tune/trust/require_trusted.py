@@ -16,7 +16,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.parameters.source_definitions import is_module_name, why_not_defined
+from prefect_tune.parameters.checks.source_definitions import is_module_name, why_not_defined
 from prefect_tune.stores.local.folder_ownership import why_not_own
 from prefect_tune.tasks.existing_experiment import read_or_fail
 from prefect_tune.trust.code_choices import CodeChoice, code_choices

@@ -1,1 +1,1 @@
-"""The search engine: driver loop, search policy, stop handling, warm start."""
+"""The search engine: driver loop, search policy, early stops, warm start."""

@@ -35,15 +35,15 @@ from prefect_tune.executors.trial_executor import (
     have_ended,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.parameters.checks.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.processes.process_channel import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id
-from prefect_tune.tuner.stop_handling import Outside, Stopping
+from prefect_tune.tuner.stopping.stop_handling import Outside, Stopping
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 
 __all__ = ["Driver"]

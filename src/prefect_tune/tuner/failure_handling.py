@@ -22,11 +22,11 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
-from prefect_tune.parameters.limits import SearchLimits
-from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.parameters.checks.limits import SearchLimits
+from prefect_tune.supervisor.processes.process_channel import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.stop_handling import Stopping
+from prefect_tune.tuner.stopping.stop_handling import Stopping
 
 __all__ = ["FailureHandler"]
 

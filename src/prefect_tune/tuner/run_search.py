@@ -32,9 +32,9 @@ from prefect_tune.monitoring.event_emitter import this_run
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.limits import SearchLimits, require_possible, warn_of_constants, warn_of_limits
-from prefect_tune.parameters.resume_compatibility import (
+from prefect_tune.parameters.checks.import_check import require_importable
+from prefect_tune.parameters.checks.limits import SearchLimits, require_possible, warn_of_constants, warn_of_limits
+from prefect_tune.parameters.checks.resume_compatibility import (
     require_code,
     require_same,
     say_code,
@@ -43,17 +43,17 @@ from prefect_tune.parameters.resume_compatibility import (
     say_unused_code,
     settings_before_training,
 )
+from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.parameters.target_requirements import require_one_runner, runner_elsewhere
-from prefect_tune.prefect_api.call_path import call_path
-from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
-from prefect_tune.prefect_api.returned_failure import failed_by
-from prefect_tune.prefect_api.task_runner import max_workers_here
+from prefect_tune.prefect_api.flow_runs.call_path import call_path
+from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
+from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs.task_runner import max_workers_here
 from prefect_tune.results.results import Results
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled
@@ -72,7 +72,7 @@ from prefect_tune.tuner.metric_check import MetricCheck
 from prefect_tune.tuner.opening_summary import log_opening
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.search_failure import failure_of
-from prefect_tune.tuner.stop_request_poller import StopRequestPoller
+from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
 
 __all__ = ["begun", "searched"]

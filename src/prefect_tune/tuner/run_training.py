@@ -30,15 +30,15 @@ from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import training_progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
-from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.limits import SearchLimits, require_possible
-from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
+from prefect_tune.parameters.checks.import_check import require_importable
+from prefect_tune.parameters.checks.limits import SearchLimits, require_possible
+from prefect_tune.parameters.checks.resume_compatibility import require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.prefect_api.quiet_tasks import quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.restart_guard import owner_after

@@ -31,7 +31,7 @@ def resume(target: Target, experiment: ExperimentName, *, as_json: AsJson = Fals
 
 def _possible(experiment: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the parameters, and that the experiment can be resumed with them, before a flow run begins."""
-    from prefect_tune.parameters.resume_compatibility import require_search
+    from prefect_tune.parameters.checks.resume_compatibility import require_search
     from prefect_tune.parameters.samples_per_run import require_no_fewer
 
     checked(parameters)

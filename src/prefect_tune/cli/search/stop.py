@@ -26,7 +26,7 @@ def stop(
 
     The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
     """
-    from prefect_tune.tuner.send_stop_request import stop as send_stop_request
+    from prefect_tune.tuner.stopping.send_stop_request import stop as send_stop_request
 
     outcome = send_stop_request(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
     done = outcome.status in ("stopped", "had-ended", "stopping")

@@ -31,8 +31,8 @@ def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         WrongUsage: one of them is not valid.
     """
-    from prefect_tune.parameters.argument_checks import stopper_for, valid_trainable
-    from prefect_tune.parameters.import_check import require_importable
+    from prefect_tune.parameters.checks.argument_checks import stopper_for, valid_trainable
+    from prefect_tune.parameters.checks.import_check import require_importable
     from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
     from prefect_tune.parameters.search_plan import space_of
 

@@ -1,0 +1,1 @@
+"""Checks of the parameters of a run, before it writes anything."""

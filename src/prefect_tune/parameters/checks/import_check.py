@@ -1,0 +1,113 @@
+"""Check before a search that its trainable can be imported, in a process as a trial has; it is not imported here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Literal
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.trial_stoppers import Never
+from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
+from prefect_tune.parameters.checks.source_definitions import why_not_defined
+from prefect_tune.runtime.load_named import require_loadable
+from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.supervisor.processes.process_channel import Log, TrialChannel
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.supervisor.trial_spec import import_path, pickled_or_path
+
+__all__ = ["require_importable"]
+
+_CHECK = f"{require_loadable.__module__}:{require_loadable.__name__}"
+_PATIENCE = timedelta(seconds=0.5)
+
+
+def require_importable(trainable: object, isolation: Literal["process", "thread"], log: Log) -> None:
+    """Require that the trials can import `trainable`, if it is a name; nothing is written.
+
+    A name that the source of its package defines as a function, or as a subclass of `pt.Trainable` with `step`, is
+    taken as it is: its first trial imports it. Any other one is imported by a process that ends then.
+
+    Raises:
+        InvalidInput: its module cannot be imported, lacks the name, or has no trainable under it.
+    """
+    if not isinstance(trainable, str) or not why_not_defined(trainable, [_package(trainable)], _why_unsure):
+        return
+    if isolation == "thread":
+        require_loadable({"trainable": trainable})
+        return
+    with ScratchDirectory("import") as scratch, TrialProcessPool(slots=0) as pool:
+        folder = str(scratch / "import")
+        with pool.process(_start(trainable, folder), log) as channel:
+            _raise_what_it_says(channel)
+
+
+def _package(trainable: str) -> str:
+    return trainable.partition(":")[0].partition(".")[0]
+
+
+def _why_unsure(definition: ast.stmt, module: ast.Module) -> str:
+    """Return why only the import can say whether this is a trainable; empty if its source says that it is one."""
+    match definition:
+        case ast.FunctionDef(decorator_list=[]):
+            return ""
+        case ast.ClassDef(decorator_list=[], bases=bases, body=body):
+            names = dict(_trainables_in(module))
+            ours = {names.get(ast.unparse(each), "") for each in bases} - {""}
+            has_step = any(isinstance(each, ast.FunctionDef) and each.name == "step" for each in body)
+            is_trainable = ours and (has_step or ours != {"Trainable"})
+            return "" if is_trainable else "its bases decide"
+        case _:
+            return "its value decides"
+
+
+def _trainables_in(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each name under which a module imports a trainable class of this package, with the name of that class."""
+    for statement in module.body:
+        match statement:
+            case ast.Import(names=names):
+                ours = (each.asname or each.name for each in names if each.name == "prefect_tune")
+                yield from ((f"{each}.Trainable", "Trainable") for each in ours)
+            case ast.ImportFrom(module=str(source), names=names, level=0) if source.partition(".")[0] == "prefect_tune":
+                yield from ((each.asname or each.name, each.name) for each in names if each.name.endswith("Trainable"))
+            case _:
+                pass
+
+
+def _start(trainable: str, folder: str) -> Start:
+    return Start(
+        experiment="import",
+        trial="import",
+        attempt=1,
+        trainable=_CHECK,
+        stopper=pickled_or_path(Never()),
+        import_path=import_path(),
+        config={"trainable": trainable},
+        directory=folder,
+        staging=folder,
+        temporary=folder,
+        restored=None,
+        from_step=0,
+        trained_seconds=0.0,
+        curve=(),
+        cadence=Cadence(at_end=False),
+        overlap=False,
+    )
+
+
+def _raise_what_it_says(channel: TrialChannel) -> None:
+    """Wait for the end of the check; if the process is killed, its trials decide."""
+    while True:
+        try:
+            message = channel.receive(_PATIENCE)
+        except EOFError:
+            return
+        match message:
+            case Broke(message=why):
+                raise InvalidInput(why.removeprefix("InvalidInput: "))
+            case TrialEnded():
+                return
+            case _:
+                pass

@@ -1,0 +1,83 @@
+"""The limits of one run of an experiment, and checks of a plan before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from prefect.logging import get_run_logger
+
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import leaves
+from prefect_tune.core.search.domains import domains_in
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.space import valid_space
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.trial_spec import TrialSpec
+
+__all__ = ["SearchLimits", "require_possible", "warn_of_constants", "warn_of_limits"]
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """The limits of one run of an experiment."""
+
+    options: SearchPlan
+    """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
+    max_concurrent_trials: int
+    """The number of slots, which the options only bound."""
+    why_end: Callable[[Experiment, BadMetric | None], str] = lambda _state, _undecided: ""
+    """Returns why the run ends now, empty while it continues, from its state and the error of a scheduler that could
+    not decide, if it could not."""
+    has_had_enough: Callable[[Trial], bool] = lambda _: True
+    """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
+
+
+def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
+    """Log a warning for each stop limit on a metric that is minimized: most trials would end at once."""
+    modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
+    for name, limit in limits_in(stopper).items():
+        if modes.get(name) == "min":
+            log.warning(
+                "stop={'%s': %g} ends a trial as soon as %s >= %g, but the metric is minimized: most trials end at "
+                "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
+                *(name, limit) * 3,
+            )
+
+
+def warn_of_constants(plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the search has several trials and nothing to draw: all of them train the same."""
+    space = valid_space(plan.space or {})
+    if plan.trial_count == 1 or any(domains_in(space)):
+        return
+    count = "" if plan.trial_count is None else f"{plan.trial_count} "
+    lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]
+    meant = "draw a value, such as pt.uniform(0, 1)"
+    if lists:
+        name, value = lists[0]
+        meant = f"{name}={value!r} is one value; did you mean pt.choice({value!r}) or pt.grid_search({value!r})?"
+    log.warning(
+        "the space has no distribution, so all %strials train the same configuration. To train it once: "
+        "num_samples=1. Otherwise: %s",
+        *(count, meant),
+    )
+
+
+def require_possible(plan: TrialSpec) -> None:
+    """Check a plan before anything is written.
+
+    Raises:
+        InvalidInput: a period is negative or zero where it may not be, or the artifacts' sync settings are invalid.
+    """
+    TrialArtifacts(plan, Path(), get_run_logger())
+    if plan.grace < timedelta(0):
+        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
+    if plan.silence is not None and plan.silence <= timedelta(0):
+        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")

@@ -1,0 +1,1 @@
+"""Flow runs of Prefect: their identity, states, suspension and failure."""

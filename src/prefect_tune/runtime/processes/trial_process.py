@@ -1,0 +1,377 @@
+"""The main program of a trial's process, without Prefect.
+
+It reads a `Start` message from its channel, trains, and sends the end of the attempt. It writes to no target. On Linux
+the process is forked and supervised by the fork server (`prefect_tune.runtime.processes.fork_server`). Elsewhere it is
+`python -m prefect_tune.runtime.processes.trial_process`, which kills its whole process group when its supervisor is
+gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn, cast
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
+from prefect_tune.core.models import digest_of
+from prefect_tune.runtime.load_named import load_named, load_trainable
+from prefect_tune.runtime.message_stream import MalformedMessage
+from prefect_tune.runtime.processes.group_signals import ignore_group_signals
+from prefect_tune.runtime.processes.process_reset import (
+    ProcessState,
+    flush_output,
+    free_memory,
+    has_noted_import,
+    noting_import,
+    prepend_import_path,
+    settle_in,
+)
+from prefect_tune.runtime.ranks import claim_process
+from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.supervisor_connection import SupervisorConnection
+from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable
+
+_MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
+TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
+
+
+class _NotLoaded(Exception):
+    """The trainable could not be imported: another attempt would fail too."""
+
+
+class _Declined(Exception):
+    """The trainable of the previous trial refused this trial's configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SetUp:
+    """A class trainable after `setup`, ready for a checkpoint or its first step."""
+
+    trainable: Trainable
+    code: str
+    """The digest of its source when it was imported."""
+
+    def can_become_another(self) -> bool:
+        return type(self.trainable).reset_config is not Trainable.reset_config
+
+
+def main(channel_fd: int, lifeline_fd: int) -> None:
+    """Serve one attempt on the inherited descriptors."""
+    ignore_group_signals()
+    threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
+    train(Connection(channel_fd), whole_process=True)
+
+
+def train(channel: Connection, *, whole_process: bool) -> None:
+    """Run the attempt that the channel's first message describes, and send its end on the channel."""
+    connection = SupervisorConnection(channel)
+    start = cast("Start", connection.receive())
+    _Attempts(connection, whole_process=whole_process).run(start.model_copy(update={"waits": False}))
+
+
+def serve(channel: Connection) -> None:
+    """Run one attempt after the other, as long as the last one's trainable can be reused.
+
+    It returns without a message when the trainable declines the next trial, and when the channel is closed.
+    """
+    ignore_group_signals()
+    connection = SupervisorConnection(channel)
+    attempts = _Attempts(connection, whole_process=True)
+    with suppress(_Declined):
+        while (start := _next_start(connection)) is not None and attempts.run(start):
+            pass
+    attempts.clean_up()
+
+
+def rehearse() -> None:
+    """Run a trivial attempt in this process, so that lazy imports and caches are done once and not in every fork."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
+        near.send_bytes(_rehearsal().model_dump_json().encode())
+        train(far, whole_process=False)
+
+
+def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
+    return {"loss": 1.0}
+
+
+def _rehearsal() -> Start:
+    import cloudpickle
+
+    return Start(
+        experiment="rehearsal",
+        trial="rehearsal",
+        attempt=1,
+        trainable=cloudpickle.dumps(_trains_nothing).hex(),
+        stopper=cloudpickle.dumps(Never()).hex(),
+        import_path=(),
+        config={},
+        directory="",
+        staging="",
+        temporary="",
+        restored=None,
+        from_step=0,
+        trained_seconds=0.0,
+        curve=(),
+        cadence=Cadence(),
+        overlap=False,
+    )
+
+
+def _next_start(connection: SupervisorConnection) -> Start | None:
+    """Return the start message of the next trial; None when the channel is closed."""
+    while True:
+        try:
+            message = connection.receive()
+        except (EOFError, ConnectionResetError):
+            return None
+        match message:
+            case Start():
+                return message
+            case Surroundings():
+                settle_in(message)
+            case Preload():
+                prepend_import_path(message.import_path)
+                with suppress(BaseException), noting_import(), forks_end():  # the trial's own import raises it again
+                    load_trainable(message.trainable)
+                flush_output()
+                connection.send_imported()
+            case _:
+                pass  # a message to the previous trial, which had ended meanwhile
+
+
+class _Attempts:
+    """Runs the attempts of one process, and keeps the trainable for the next one."""
+
+    def __init__(self, connection: SupervisorConnection, *, whole_process: bool) -> None:
+        self._connection = connection
+        self._whole_process = whole_process
+        self._session: TrialSession | None = None
+        self._kept: _SetUp | None = None
+        self._module_count = len(sys.modules)
+        if whole_process:
+            _be_quiet_when_a_thread_leaves()
+
+    def run(self, start: Start) -> bool:
+        """Run an attempt and send its end; return whether the process waits for another.
+
+        Raises:
+            _Declined: the trainable refused this trial; nothing was sent.
+        """
+        self._session = None
+        try:
+            ended: TrialEnded | Broke = self._run(start)
+        except _Declined:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
+            ended = _broke(error)
+        self._say_end(ended)
+        if not isinstance(ended, TrialEnded) or not ended.waits:
+            return False
+        free_memory()
+        return True
+
+    def _say_end(self, ended: TrialEnded | Broke) -> None:
+        if self._session is None:  # the trainable or the stopper could not be loaded
+            self._connection.send(ended)
+        else:
+            self._session.end(ended)
+
+    def clean_up(self) -> None:
+        """Call `cleanup` of a trainable that was kept for another trial."""
+        if self._kept is not None:
+            self._kept.trainable.cleanup()
+
+    def _run(self, start: Start) -> TrialEnded:
+        kept = self._kept
+        session, trainable = _prepare(self._connection, start, kept)
+        self._session = session
+        enter(session, whole_process=self._whole_process)
+        if self._whole_process:
+            claim_process(start.trial)
+        if why := session.why_stop():
+            return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
+        before = ProcessState.now() if start.kept != "never" else None
+        try:
+            session.ask_first()
+            ended = self._train(session, trainable, start)
+        except TrialOver as over:
+            ended = over.ended(waits=self._kept is not None)
+        has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
+        is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
+        if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
+            return ended.model_copy(update={"waits": True})
+        return ended
+
+    def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
+        with forks_end():
+            if isinstance(trainable, type):
+                return self._run_class(session, _set_up(trainable, start), start)
+            if isinstance(trainable, _SetUp):
+                return self._run_class(session, _reset(trainable, start), start)
+        function = cast("TrainFunction", trainable)
+        session.loaded(_code(function))
+        session.begin()
+        with forks_end():
+            returned = function(dict(start.config))
+        return session.finish(returned)
+
+    def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
+        self._kept = None
+        session.loaded(ready.code)
+        trainable = ready.trainable
+        if start.restored:
+            trainable.load_checkpoint(start.restored)
+        try:
+            with forks_end():  # a forked child must not run `cleanup`
+                _train_until_over(session, trainable)
+        except TrialOver as over:
+            if start.waits and not over.interrupted and ready.can_become_another():
+                self._kept = ready
+            return over.ended(waits=self._kept is not None)
+        finally:
+            if self._kept is None:
+                trainable.cleanup()
+
+
+def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
+    prepend_import_path(start.import_path)
+    try:
+        with forks_end():
+            trainable = kept or _loaded(start)
+        stopper = cast("Stopper", load_named(start.stopper))
+    except Exception as error:
+        raise _NotLoaded(f"{type(error).__name__}: {error}") from error
+    return TrialSession(connection, start, stopper), trainable
+
+
+def _loaded(start: Start) -> object:
+    """Return the trainable; if the process may serve another trial, note what the import sets."""
+    if start.kept != "always" or has_noted_import():
+        return load_trainable(start.trainable)
+    with noting_import():
+        remember_source(loaded := load_trainable(start.trainable))
+    return loaded
+
+
+def _set_up(kind: type, start: Start) -> _SetUp:
+    trainable = require_trainable(kind)()
+    trainable.setup(dict(start.config))
+    return _SetUp(trainable, _code(kind))
+
+
+def _reset(kept: _SetUp, start: Start) -> _SetUp:
+    if not kept.trainable.reset_config(dict(start.config)):
+        raise _Declined
+    return kept
+
+
+@contextmanager
+def forks_end() -> Iterator[None]:
+    """Exit a forked child that returns from the trainable or its import, so that it does not send the trial's end."""
+    trial, code = os.getpid(), 1
+    try:
+        yield
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        raise
+    except BaseException:
+        if os.getpid() != trial:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != trial:
+            flush_output()
+            os._exit(code)
+
+
+def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
+    session.begin()
+    while True:
+        session.report_step(trainable.step(), trainable.save_checkpoint)
+
+
+_sources: dict[int, tuple[object, str]] = {}
+"""The trainable that was imported before the fork, by `id`, and the digest of its source: the file may change since."""
+
+
+def remember_source(trainable: object) -> None:
+    """Remember the digest of the trainable's source as it is now, for this process and its forks."""
+    _sources[id(trainable)] = trainable, _code(cast("type | TrainFunction", trainable))
+
+
+def _code(trainable: type | TrainFunction) -> str:
+    """Return a digest of the trainable's source; "" if there is none, as for some pickled objects."""
+    if (imported := _sources.get(id(trainable))) is not None:
+        return imported[1]
+    try:
+        return digest_of(inspect.getsource(trainable).encode())[:16]
+    except (TypeError, OSError):
+        return ""
+
+
+def _broke(error: BaseException) -> Broke:
+    cause = _cause(error)
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
+    return Broke(cause=cause, message=message, traceback=traceback.format_exc())
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
+        return f"(its text is not available: str() raised {type(unsayable).__name__})"
+
+
+def _be_quiet_when_a_thread_leaves() -> None:
+    """Print no traceback when `TrialOver` ends a thread: the attempt's end is reported already."""
+    before = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if not isinstance(arguments.exc_value, TrialOver):
+            before(arguments)
+
+    threading.excepthook = hook
+
+
+def _cause(error: BaseException) -> Cause:
+    match error:
+        case _NotLoaded() | ImportError():
+            return Cause.IMPORT
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
+            return Cause.MACHINE
+        case MemoryError():
+            return Cause.OUT_OF_MEMORY
+        case BadMetric():
+            return Cause.BAD_METRIC
+        case _:
+            return Cause.USER
+
+
+def _die_with_supervisor(lifeline_fd: int) -> None:
+    """Kill the process group when the supervisor ends, however it dies: reading the lifeline then gives end of file."""
+    os.read(lifeline_fd, 1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
+    # Threads and children that the trainable has left must not keep a finished trial alive.
+    flush_output()
+    os._exit(0)

@@ -1,0 +1,373 @@
+"""The pool of trial processes: forked in milliseconds, and reused for further trials if the trainable allows it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    FromTrial,
+    Preload,
+    Start,
+    ToTrial,
+    TrainableLoaded,
+    TrialEnded,
+)
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.supervisor.processes.fork_client import ForkedProcess, PendingFork, surroundings
+from prefect_tune.supervisor.processes.fork_servers import ForkServers, TrialKind
+from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
+from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
+from prefect_tune.supervisor.trial_spec import Reuse, import_path
+
+__all__ = ["TrialProcessPool"]
+
+_TRIES = 3
+_LOOK_AGAIN = timedelta(seconds=0.2)
+_LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits
+_MOMENT = timedelta(seconds=0.2)
+_GOODBYE = timedelta(seconds=5)
+
+
+class TrialProcessPool:
+    """A pool of trial processes. Enter it, then call `process`, from any number of threads.
+
+    Processes are forked from a fork server that has imported what every trial needs, and the trainable's module if
+    `reuse` says so; `prepare` or the first `process` starts it.
+    A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
+    process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
+    process that failed, was interrupted or declined serves no other trial: a replacement is forked in advance.
+
+    Args:
+        slots: the most processes, used and waiting together, up to which one is kept or forked in advance. With 0
+            each process serves one trial, and cleans up before it reports the trial's end. With None, the most
+            processes that were in use at the same time.
+        reuse: how the import of the trainable's module is shared; see `Reuse`.
+    """
+
+    def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
+        self._pool = _Pool(slots, "never" if slots == 0 else reuse)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the waiting processes; those in use serve their trial to its end."""
+        self._pool.close()
+
+    def dismiss(self) -> None:
+        """End the waiting processes, to free what they hold; the next trials get new processes."""
+        self._pool.dismiss_waiting()
+        self._pool.forget_expected()
+
+    def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
+        """Begin to import `trainable` (as in `Start`), and do not wait for it.
+
+        The fork server imports it if `reuse` says so; with no slots, a process that is forked in advance.
+        """
+        if sys.platform == "linux":
+            kind = TrialKind.of(trainable, import_path(), environment)
+            self._pool.forks.begin(kind, log) if self._pool.slots else self._pool.import_ahead(kind)
+
+    @contextmanager
+    def process(
+        self,
+        start: Start,
+        log: Log,
+        environment: Mapping[str, str] = AS_IT_IS,
+        stop: threading.Event | None = None,
+    ) -> Iterator[TrialChannel]:
+        """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
+
+        All its descendants end with it, in any session, even if this process or the trial's is killed. (On systems
+        other than Linux: only those in its session.)
+
+        Args:
+            log: the log that receives its output, in the caller's context.
+            environment: variables of this trial, added to this process's environment or replacing them.
+            stop: ends the wait for the import of the trainable's module: the process then imports it by itself.
+
+        Raises:
+            OSError: no process could be forked, for example for lack of memory or process ids.
+        """
+        if sys.platform != "linux":
+            with trial_process(start, log, environment) as alone:
+                yield alone
+            return
+        kind = TrialKind.of(start.trainable, start.import_path, environment)
+        with self._pool.using():
+            child = self._pool.waiting_child(kind)
+            borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop or threading.Event()), log)
+            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind)
+            channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
+            try:
+                channel.begin()
+                yield channel
+            except BaseException:
+                channel.keeps = False
+                raise
+            finally:
+                channel.close()
+        if not channel.keeps:
+            self._pool.expect(kind)
+
+    def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
+        waits = self._pool.slots > 0
+        return {"waits": waits, "kept": self._pool.forks.kept(kind) if waits else "never"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    start: Start
+    log: Log
+    kind: TrialKind
+
+
+class _Pool:
+    """The fork servers, and the processes that wait for a trial; counts those in use."""
+
+    def __init__(self, slots: int | None, reuse: Reuse) -> None:
+        self._grows = slots is None
+        self.slots = slots if slots is not None else 1
+        self.forks = ForkServers(reuse)
+        self._guard = threading.RLock()
+        self._used_count = 0
+        self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
+        self._expected: list[tuple[TrialKind, PendingFork]] = []
+        self._closed = False
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Count one more process as in use."""
+        with self._guard:
+            self._used_count += 1
+            if self._grows:
+                self.slots = max(self.slots, self._used_count)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._used_count -= 1
+
+    def waiting_child(self, kind: TrialKind) -> ForkedProcess | None:
+        """Return a waiting process of this kind; None if there is none."""
+        with self._guard:
+            mine = [each for each in self._waiting if each[0] == kind]
+            self._waiting = [each for each in self._waiting if each not in mine[-1:]]
+        if not mine:
+            return None
+        _, child = mine[-1]
+        if child.is_alive():
+            return child
+        child.end()
+        return self.waiting_child(kind)
+
+    def expect(self, kind: TrialKind) -> None:
+        """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
+        with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
+            in_sight = self._used_count + len(self._waiting) + len(self._expected)
+            if not self._closed and in_sight < self.slots and (forks := self.forks.running(kind)) is not None:
+                self._expected.append((kind, forks.fork()))
+
+    def import_ahead(self, kind: TrialKind) -> None:
+        """Fork a process in advance, and have it import the trainable, unless that is a long pickle."""
+        request = Preload(trainable=kind.trainable, import_path=kind.import_path)
+        if len(kind.trainable) > _LONGEST_PRELOAD:
+            return
+        with self._guard, suppress(OSError):
+            self._expected.append((kind, pending := self.forks.plain(kind).fork()))
+            pending.import_ahead(request, kind.whole_environment)
+
+    def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
+        """Return a new process, after ending waiting processes of other kinds if there are too many."""
+        self.dismiss_waiting(slots=self.slots)
+        while (expected := self._next_expected(kind)) is not None:
+            with suppress(OSError):
+                if (child := expected.child()) is None:
+                    continue
+                if child.is_alive() and (not expected.imports or _has_imported(child, log, stop)):
+                    return child
+                child.end(timedelta(0))
+        for _ in range(_TRIES):
+            forks = self.forks.ready(kind, log, stop)
+            self.forks.end_surplus(self.slots)
+            if (child := forks.fork().child()) is not None:
+                return child
+            self.forks.lose(forks)
+        raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
+
+    def _next_expected(self, kind: TrialKind) -> PendingFork | None:
+        with self._guard:
+            mine = [each for each in self._expected if each[0] == kind]
+            self._expected = [each for each in self._expected if each not in mine[:1]]
+        return mine[0][1] if mine else None
+
+    def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
+        """Keep a process for another trial; end it if there are enough."""
+        with self._guard:
+            is_kept = not self._closed and self._used_count + len(self._waiting) <= self.slots
+            if is_kept:
+                self._waiting.append((kind, child))
+        if not is_kept:
+            _dismiss([child])
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            is_used = self._used_count > 0
+        self.dismiss_waiting()
+        self.forget_expected()
+        self.forks.close(is_used=is_used)
+
+    def dismiss_waiting(self, *, slots: int = 0) -> None:
+        """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
+        with self._guard:
+            surplus = max(0, self._used_count + len(self._waiting) - slots)
+            leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
+        _dismiss([child for _, child in leaving])
+
+    def forget_expected(self) -> None:
+        with self._guard:
+            leaving, self._expected = self._expected, []
+        for _, each in leaving:
+            each.dismiss()
+        deadline = Deadline.after(_GOODBYE)
+        for _, each in leaving:
+            each.end(timedelta(seconds=deadline.remaining_seconds))
+
+
+def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool:
+    """Wait for its import; return False if it ended the process, or if `stop` is set before.
+
+    Until then the process reads nothing, so that sending it a long message would block.
+    """
+    output = TrialOutput(log)
+    output.start(child.output)
+    try:
+        while not child.has_imported(_LOOK_AGAIN):
+            if stop.is_set():
+                return False
+    except (EOFError, OSError):
+        return False
+    finally:
+        output.stop()
+    return True
+
+
+def _dismiss(children: list[ForkedProcess]) -> None:
+    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
+    for child in children:
+        child.dismiss()
+    deadline = Deadline.after(_GOODBYE)
+    for child in children:
+        child.end(timedelta(seconds=deadline.remaining_seconds))
+
+
+class _Borrowed:
+    """A process that serves an attempt; its output goes to the attempt's log."""
+
+    def __init__(self, child: ForkedProcess, log: Log) -> None:
+        self.child = child
+        self._output = TrialOutput(log)
+        self._became = ""
+
+    def begin(self) -> None:
+        self._output.start(self.child.output)
+
+    def is_alive(self) -> bool:
+        return self.child.is_alive()
+
+    def end(self) -> str:
+        if not self._became:
+            code = self.child.end(_MOMENT)
+            self._became = became(code, self._output.stop())
+        return self._became
+
+    def let_go(self) -> None:
+        """Stop reading its output, and let the process run."""
+        self._output.stop()
+
+
+class _PooledChannel(TrialChannel):
+    """The channel of an attempt in a pooled process; a reused process that cannot serve it is replaced."""
+
+    def __init__(self, pool: _Pool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
+        super().__init__(borrowed.child.connection, borrowed)
+        self._pool = pool
+        self._request = request
+        self._borrowed = borrowed
+        self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
+        self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
+        self._changing = threading.RLock()
+        self._closed = False
+        self.keeps = False
+
+    def begin(self) -> None:
+        """Send the process its environment and the trial's start message."""
+        self._borrowed.begin()
+        temporary = self._borrowed.child.new_temporary_directory()
+        super().tell(surroundings(temporary, self._request.kind.whole_environment))
+        for message in (self._request.start, *self._told):
+            super().tell(message)
+
+    def tell(self, message: ToTrial) -> None:
+        with self._changing:
+            if self._is_on_trial:
+                self._told.append(message)
+            if not self._closed:  # the process may serve another trial by then
+                super().tell(message)
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        try:
+            message = super().receive(patience)
+        except EOFError:
+            if not self._is_on_trial:
+                raise
+            self._replace()
+            return None
+        if self._is_on_trial and isinstance(message, Broke) and self._request.start.kept != "never":
+            self._replace(f"failed before its first report ({message.message})")
+            return None
+        self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
+        self.keeps = isinstance(message, TrialEnded) and message.waits
+        return message
+
+    def end(self) -> str:
+        if not self.keeps:
+            return super().end()
+        self._borrowed.let_go()
+        return "waits for another trial"
+
+    def close(self) -> None:
+        """Return the process to the pool, or end it."""
+        self.end()
+        with self._changing:
+            self._closed = True
+        if self.keeps:
+            self._pool.keep(self._request.kind, self._borrowed.child)
+
+    def _replace(self, why: str = "") -> None:
+        """Take a new process: the reused one declined the trial, was killed or failed, before it reported anything.
+
+        A failure there may be due to an earlier trial: some settings can be made only once in a process.
+        """
+        ended = self._borrowed.end()
+        if why or not ended.startswith("exited with code 0"):
+            self._request.log.warning(
+                "a process that was kept from an earlier trial %s; a new one is started", why or ended
+            )
+        with self._changing:
+            request, stop = self._request, threading.Event()
+            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, stop), request.log)
+            self.go_over_to(self._borrowed.child.connection, self._borrowed)
+            self._is_on_trial = False
+            self.begin()

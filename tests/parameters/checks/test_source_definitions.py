@@ -1,0 +1,251 @@
+"""Which names a trusted package defines, told from its source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from prefect_tune.parameters.checks.source_definitions import is_module_name, why_not_defined
+
+_FILES = {
+    "__init__.py": "",
+    # Run, it would fail at once: what is looked at is not run.
+    "sub/__init__.py": """
+import subprocess
+import os.path as where
+from subprocess import call, Popen as Start
+from ..models import Net, Net as Model, alias
+from ..models import *
+from other import Foreign
+from .. import models
+from ... import beyond
+
+again = subprocess.call
+shadowed = subprocess.call
+
+
+def shadowed(config):
+    pass
+
+
+if True:
+    def conditional(config):
+        pass
+
+try:
+    from fast import quick
+except ImportError:
+    def quick(config):
+        pass
+
+try:
+    import missing
+except ImportError:
+    def rescued(config):
+        pass
+""",
+    "models.py": """
+import functools
+import subprocess
+
+
+class Net:
+    class Inner:
+        run = subprocess.call
+        made = functools.partial(print)
+
+    def method(self):
+        pass
+
+
+class _Hidden:
+    pass
+
+
+async def trains(config):
+    pass
+
+
+stop = functools.partial(print)
+noted: object = Net()
+one, two = functools.partial(print)
+computed = lambda spec: 1
+union = Net() | Net()
+alias = subprocess.call
+either = Net() or subprocess.call
+""",
+    "stars.py": """
+from subprocess import *
+from .models import *
+
+
+def before(config):
+    pass
+
+
+from .models import *
+""",
+    "replaced.py": """
+import contextlib
+import subprocess
+
+
+def starred(config):
+    pass
+
+
+def looped(config):
+    pass
+
+
+def opened(config):
+    pass
+
+
+def tested(config):
+    pass
+
+
+def matched(config):
+    pass
+
+
+def cased(config):
+    pass
+
+
+def far(config):
+    pass
+
+
+def inside(config):
+    opened = [looped for looped in ()]
+    return opened
+
+
+for looped in [subprocess.call]:
+    pass
+with contextlib.nullcontext(subprocess.call) as opened:
+    pass
+if tested := subprocess.call:
+    pass
+match subprocess.call:
+    case matched:
+        from subprocess import call as cased
+
+
+def reaching():
+    global far
+    far = subprocess.call
+
+
+from subprocess import *
+""",
+    "circle.py": "from .circle_back import turns\n",
+    "circle_back.py": "from .circle import turns\n",
+    "broken.py": "def (\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a package, and return its name."""
+    name = f"trusted_{uuid4().hex[:8]}"
+    for file, source in _FILES.items():
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def imported(package: str) -> set[str]:
+    return {name.removeprefix(package) for name in sys.modules if name.startswith(package)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".models:Net",
+        ".models:Net.method",
+        ".models:Net.Inner",
+        ".models:Net.Inner.made",
+        ".models:_Hidden",
+        ".models:trains",
+        ".models:stop",
+        ".models:noted",
+        ".models:one",
+        ".models:computed",
+        ".models:union",
+        ".sub:Net",
+        ".sub:Model.Inner",
+        ".sub:trains",
+        ".sub:conditional",
+        ".sub:rescued",
+        ".stars:before",
+        ".stars:Net",
+    ],
+)
+def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(name: str, package: str) -> None:
+    assert why_not_defined(f"{package}{name}", [package]) == ""
+    assert imported(package) == {""}  # the package above the module, and not the module
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (".sub:subprocess.call", "does not define 'subprocess': it imports a module under this name"),
+        (".sub:where.join", "does not define 'where': it imports a module under this name"),
+        (".sub:call", "subprocess is not in a trusted package"),
+        (".sub:Start", "subprocess is not in a trusted package"),
+        (".sub:Foreign", "other is not in a trusted package"),
+        (".sub:again", "does not define 'again', but aliases another object"),
+        (".sub:shadowed", "but aliases another object"),
+        (".sub:alias", "but aliases another object"),
+        (".sub:quick", "fast is not in a trusted package"),
+        (".sub:models", "does not define 'models'"),
+        (".sub:beyond", "beyond top-level package"),
+        (".sub:gone", "does not define 'gone'"),
+        (".sub:conditional.__globals__", "is a function"),
+        (".sub:Net.__init__", "does not define '__init__'"),
+        (".models:Net.Inner.run", "but aliases another object"),
+        (".models:either", "but aliases another object"),
+        (".replaced:starred", "may replace 'starred' by `import *`: subprocess is not in a trusted package"),
+        *(
+            (f".replaced:{name}", "but aliases another object")
+            for name in ("looped", "opened", "tested", "matched", "far")
+        ),
+        (".replaced:cased", "subprocess is not in a trusted package"),
+        (".models:stop.func", "but aliases another object"),
+        (".circle:turns", "in a circle"),
+        (".broken:x", "cannot be read"),
+        (".gone:x", "there is no module"),
+        ("", "expected 'package.module:Name'"),
+        (":", "expected 'package.module:Name'"),
+        (":a b", "expected 'package.module:Name'"),
+        ("er:Net", "er is not in a trusted package"),
+    ],
+)
+def test_what_a_package_only_imports_or_renames_is_not_its_own(name: str, said: str, package: str) -> None:
+    assert said in why_not_defined(f"{package}{name}", [package])
+    assert imported(package) <= {""}
+
+
+def test_nothing_is_trusted_beyond_what_is_named(package: str) -> None:
+    assert why_not_defined(f"{package}.models:Net", [f"{package}.models"]) == ""
+    assert "not in a trusted package" in why_not_defined(f"{package}.sub:Net", [f"{package}.sub"])
+    assert "not in a trusted package" in why_not_defined(f"{package}.models:Net", [f"{package}.model", "another"])
+    assert "not in a trusted package" in why_not_defined(f"{package}.models:Net", [])
+
+
+def test_a_module_without_python_source_is_refused() -> None:
+    assert why_not_defined("sys:exit", ["sys"]) == "sys has no source"
+
+
+@pytest.mark.parametrize("name", ["", "a-b", "a..b", "a:b", 3, None, "*", ".a"])
+def test_what_no_package_can_be_called_is_told(name: object) -> None:
+    assert not is_module_name(name)
+    assert is_module_name("a.b_c.D1")

@@ -1,0 +1,162 @@
+"""What a process prints becomes lines of a log: all of it, in order, and nothing after it was told to stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import pytest
+
+from prefect_tune.supervisor.processes.process_output import TrialOutput
+from tests.fakes.trial_processes import Hearing, log_to, nothing_left, until
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Both ends, the writing one closed by the test or after it."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("printed", "lines"),
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"no end", ["no end"]),
+        (b"\n\nthree\n", ["", "", "three"]),
+        (b" 10%\r 20%\r\ndone", [" 10%", " 20%", "done"]),
+        (b"\xff\xfe not text\n", ["\ufffd\ufffd not text"]),
+        ("snö".encode(), ["snö"]),
+        (b"", []),
+        (b"y" * 50_000, ["y" * 50_000]),
+        (b"y" * 65_536, ["y" * 65_536]),
+        (b"y" * 65_000 + b"\nnext", ["y" * 65_000, "next"]),
+    ],
+)
+def test_what_is_printed_before_the_stop_is_logged_line_by_line(
+    pipe: tuple[int, int], printed: bytes, lines: list[str]
+) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    os.write(pipe[1], printed)
+    assert output.stop() == "\n".join(lines)
+    assert hearing.lines == lines
+
+
+def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
+        os.write(pipe[1], piece)
+        until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    output.stop()
+    assert hearing.lines == ["snöw", "and more"]
+
+
+def _is_waiting(pipe: int) -> bool:
+    from multiprocessing.connection import wait
+
+    return bool(wait([pipe], 0))
+
+
+_MEBIBYTE = 1024**2
+
+
+@pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
+def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    tracemalloc.start()
+    for _ in range(64):
+        os.write(pipe[1], printed * (_MEBIBYTE // len(printed)))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.write(pipe[1], b"\nnext\n")
+    output.stop()
+    cut, following = hearing.lines
+    assert cut.startswith(printed.decode(errors="replace") * 65_536 + " … (the line is longer than 65,536 characters")
+    assert following == "next"
+    assert peak_bytes < 8 * _MEBIBYTE
+
+
+def test_the_frames_of_a_progress_bar_that_ends_no_line_are_lines(pipe: tuple[int, int]) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    for percent in range(100):
+        os.write(pipe[1], b"\r%3d %%|%s" % (percent, b"#" * 1000))
+    output.stop()
+    assert [line[:3].strip() for line in hearing.lines] == ["", *map(str, range(100))]
+
+
+def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
+    output = TrialOutput(log_to(Hearing()))
+    output.start(pipe[0])
+    for _ in range(20):
+        os.write(pipe[1], b"y" * 60_000 + b"\n")
+    os.write(pipe[1], b"RuntimeError: the cause\n")
+    last = output.stop()
+    assert len(last) <= 65_536
+    assert last.endswith("\nRuntimeError: the cause")
+
+
+def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    goes_on = True
+
+    def print_on() -> None:
+        while goes_on:
+            os.write(writing, b"more\n" * 100)
+
+    printing = threading.Thread(target=print_on)
+    output = TrialOutput(log_to(Hearing()))
+    output.start(reading)
+    printing.start()
+    stopped = threading.Thread(target=output.stop)
+    stopped.start()
+    stopped.join(4)
+    assert not stopped.is_alive()
+    goes_on = False
+    output.start(reading)  # so that whoever prints is not held up
+    printing.join()
+    output.stop()
+
+
+def test_what_is_printed_later_is_for_whoever_starts_next(pipe: tuple[int, int]) -> None:
+    for line in ("first", "second"):
+        hearing = Hearing()
+        output = TrialOutput(log_to(hearing))
+        output.start(pipe[0])
+        os.write(pipe[1], f"{line}\n".encode())
+        output.stop()
+        assert hearing.lines == [line]
+
+
+def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
+    output = TrialOutput(log_to(Hearing()))
+    output.start(pipe[0])
+    os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
+    assert output.stop().split() == [str(number) for number in range(80, 100)]
+
+
+WHO: ContextVar[str] = ContextVar("who")
+
+
+def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
+    with nothing_left():
+        WHO.set("this task")
+        hearing = Hearing(WHO.get)
+        output = TrialOutput(log_to(hearing))
+        output.start(pipe[0])
+        os.write(pipe[1], b"one\n")
+        output.stop()
+        output.stop()
+        assert hearing.answers == ["this task"]

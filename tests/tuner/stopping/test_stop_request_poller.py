@@ -1,0 +1,57 @@
+"""Reading requests to stop from a target that does not always answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.core.messages.stop_requests import StopRequest, ask
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.tuner.stopping import stop_request_poller
+from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+
+
+class AwayBucket(Bucket):
+    """A bucket that can be read only while it is there."""
+
+    is_there = False
+    reads = 0
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        self.reads += 1
+        if not self.is_there:
+            raise StoreUnavailable("no route to the bucket")
+        return super().read(path, offset=offset, length=length)
+
+
+def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request_poller, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
+    BUCKETS["away"] = bucket = AwayBucket()
+    request = StopRequest(write_id="w", at="now", reason="enough", epoch=0, trial=None)
+    ask(bucket, nothing_yet(JournalKey(experiment="e")), request)
+    stop = threading.Event()
+    with (
+        caplog.at_level(logging.WARNING, "prefect_tune"),
+        StopRequestPoller(BucketTarget(name="away"), "e", 0, often, stop) as poller,
+    ):
+        _until(lambda: bucket.reads > 3)
+        assert poller.take() == []
+        bucket.is_there = True
+        _until(lambda: not poller._found.empty())
+        assert poller.take() == [request]
+    assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]
+
+
+def _until(happens: object) -> None:
+    assert callable(happens)
+    while not happens():
+        time.sleep(0.005)  # the test's timeout ends it
