@@ -9,22 +9,18 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, TuneError
+from prefect_tune.core.errors import InvalidInput, ResumeFailed, TuneError
 from prefect_tune.core.events.experiment_events import (
     Cause,
-    Decided,
     Event,
     Finished,
-    Paused,
     Requeued,
     Resumed,
     TrialAdded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.messages.process_messages import GoOn, Leave
-from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.trial_executor import (
@@ -40,9 +36,10 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_channel import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.tuner.decisions import Decisions, last_report
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, trial_id
 from prefect_tune.tuner.stopping.stop_handling import Outside, Stopping
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 
@@ -82,6 +79,9 @@ class Driver:
         self._stopping = Stopping(limits, policy, executor, self._pending_entry, log)
         self._startable: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
+        self._decisions = Decisions(
+            *(policy, executor, self._pending_entry, self._failure_handler), saves_at_end=plan.cadence.at_end
+        )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._search_is_done = False
@@ -137,7 +137,7 @@ class Driver:
         while self._startable:
             trial = self._startable.popleft()
             self._merger.settle(trial)
-            self._decide_what_is_open(trial)
+            self._decisions.decide_what_is_open(trial)
             state = self._state.trial(trial)
             if self._stopping.ends:
                 return None
@@ -208,20 +208,20 @@ class Driver:
         self._attempts[trial] = number - 1
         self._pending_entry.then(lambda: self._executor.start(plan, request, number, state.absorbed))
         if finds:
-            self._answer_again(state, request.milestone)
+            self._answer_again(trial)
 
-    def _answer_again(self, trial: Trial, milestone: int | None) -> None:
+    def _answer_again(self, name: str) -> None:
         """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
-        if trial.trial in self._state.stops:
-            self._stopping.tell(trial.trial)
+        trial = self._state.trial(name)
+        if name in self._state.stops:
+            self._stopping.tell(name)
         if not trial.step:
             return  # it has not asked yet; step 0 is the key of unasked answers
-        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+        milestone = self._policy.milestone(trial)
         if milestone is not None and trial.step >= milestone:
-            self._reported(StepReported(trial.trial, report, asks=True))
+            self._reported(StepReported(name, last_report(trial), asks=True))
         else:
-            said = self._answer(trial.trial, trial.exploits or Continue())
-            self._pending_entry.then(lambda: self._executor.answer(trial.trial, said, trial.step))
+            self._decisions.carry_out(name, trial.exploits or Continue(), trial.step)
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -236,8 +236,7 @@ class Driver:
                 case EntryWritten():
                     self._merger.absorb(message)
                 case RemoteAttemptStarted():
-                    begun = self._state.trial(message.trial)
-                    self._answer_again(begun, self._policy.milestone(begun))
+                    self._answer_again(message.trial)
                 case AttemptExited():
                     over.append(message)
                 case never:
@@ -249,44 +248,8 @@ class Driver:
 
     def _reported(self, step: StepReported) -> None:
         self._listener.reported(step, self._state)
-        if not step.asks:
-            return
-        try:
-            answer = self._answer(step.trial, self._decided(step.trial, step.report))
-        except BadMetric as error:
-            if (leave := self._failure_handler.undecided(step.trial, error)) is None:
-                return
-            answer = leave
-        self._pending_entry.then(lambda: self._executor.answer(step.trial, answer, step.report.step))
-
-    def _decided(self, trial: str, report: StepReport) -> Decision:
-        """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
-        state = self._state.trial(trial)
-        standing = standing_decision(state)
-        if standing is not None and standing.decision is not None:
-            return standing.decision
-        decision = self._policy.decide(state, report)
-        self._put(Decided(trial=trial, report=report, decision=decision))
-        return decision
-
-    def _answer(self, trial: str, decision: Decision) -> GoOn | Leave:
-        match decision:
-            case Continue():
-                return self._go_on(trial)
-            case Pause(reason=reason):
-                if self._policy.resume_next() == trial:  # no other trial needs the slot
-                    self._put(Resumed(trial=trial))
-                    return self._go_on(trial)
-                return Leave(reason=reason, save=True, for_good=False)
-            case Stop(reason=why, early=early):
-                return Leave(reason=why, save=self._plan.cadence.at_end, for_good=True, end="pruned" if early else None)
-            case Exploit(reason=reason):
-                return Leave(reason=reason, save=False, for_good=False)
-            case never:
-                assert_never(never)
-
-    def _go_on(self, trial: str) -> GoOn:
-        return GoOn(milestone=self._policy.milestone(self._state.trial(trial)))
+        if step.asks:
+            self._decisions.answer(step.trial, step.report)
 
     def _conclude(self, over: AttemptExited) -> None:
         """Handle the end of an attempt, by the state that its journal gives."""
@@ -363,7 +326,7 @@ class Driver:
         if name in self._state.stops:
             self._stopping.finish(name)
             return
-        self._decide_what_is_open(name)
+        self._decisions.decide_what_is_open(name)
         trial = self._state.trial(name)
         self._let_go_on(trial)
         if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
@@ -380,21 +343,3 @@ class Driver:
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
                 self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
-
-    def _decide_what_is_open(self, name: str) -> None:
-        """Decide a milestone that was reported before the crash, without training it again."""
-        trial = self._state.trial(name)
-        milestone = self._policy.milestone(trial)
-        if trial.phase is not Phase.PENDING or milestone is None or trial.step < milestone or not is_saved(trial):
-            return
-        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-        try:
-            answer = self._answer(name, self._decided(name, report))
-        except BadMetric as error:
-            self._failure_handler.undecided(name, error)
-            self._failure_handler.conclude_undecided(name)
-            return
-        if isinstance(answer, Leave) and answer.for_good:
-            self._put(Finished(trial=name, reason=answer.reason, left=True))
-        elif isinstance(answer, Leave):
-            self._put(Paused(trial=name, reason=answer.reason))
