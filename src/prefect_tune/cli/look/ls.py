@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.summary import best_of, counted, kind_of, name
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.messages.live_status import view_of
 from prefect_tune.core.models import metric_in
-from prefect_tune.core.storage.experiment_listing import experiment_names
+from prefect_tune.core.storage.experiment_listing import names_among
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
@@ -35,8 +35,9 @@ from prefect_tune.terminal.freshness import UNKNOWN, Freshness, freshness_of
 def list_experiments(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time and age of what is shown."""
     with looked_at(target) as store:
-        rows = list(_experiments(store))
-        nearby = "" if rows or as_json else experiments_nearby(place_at(target), store)
+        paths = [each.path for each in store.list("")]
+        rows = list(_experiments(store, names_among(paths)))
+        nearby = "" if rows or as_json else experiments_nearby(place_at(target), paths)
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:
@@ -61,10 +62,10 @@ class _Listed:
     damage: str | None = None
 
 
-def _experiments(store: ObjectStore) -> Iterator[tuple[_Listed, Freshness]]:
+def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Listed, Freshness]]:
     """Yield the row of each experiment, and how old it is."""
     with transfer_pool() as transfers:
-        for name in experiment_names(store):
+        for name in names:
             try:
                 yield _listed(store, load(store, name, side_by_side=transfers))
             except (JournalCorrupt, UnknownVersion) as error:

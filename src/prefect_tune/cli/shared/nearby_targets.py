@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,6 @@ from prefect_tune.core.storage.layout import JournalKey, below
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
-    from prefect_tune.core.storage.object_store import ObjectStore
 
 _FIRST_ENTRY = JournalKey(experiment="e").entry_path(1).removeprefix("e")
 _LOOK = timedelta(seconds=5)
@@ -40,9 +39,14 @@ def _is_missing(folder: Path) -> bool:
         return False
 
 
-def experiments_nearby(place: StorageTarget, store: ObjectStore) -> str:
-    """Return, for a target without experiments, where there are some: below it, or in a place of a similar name."""
-    if folders := sorted({each for each in _folders(store) if each}):
+def experiments_nearby(place: StorageTarget, paths: Iterable[str]) -> str:
+    """Return where there are experiments, for a target without any: below it, or in a place of a similar name.
+
+    Args:
+        place: the target.
+        paths: of its objects.
+    """
+    if folders := sorted({each for each in _folders(paths) if each}):
         return f"; there are some at {', '.join(below(place.uri, each) for each in folders[:_MOST])}"
     with suppress(TuneError):
         return _similar_prefix(place)
@@ -61,11 +65,11 @@ def _beside(folder: Path) -> str:
     return f"{parent} has {', '.join(names[:_MOST]) + more or 'no folders'}"
 
 
-def _folders(store: ObjectStore) -> Iterator[str]:
+def _folders(paths: Iterable[str]) -> Iterator[str]:
     """Yield the folders that hold experiments, relative to the target."""
-    for each in store.list(""):
-        if each.path.endswith(_FIRST_ENTRY):
-            yield each.path.removesuffix(_FIRST_ENTRY).rpartition("/")[0]
+    for each in paths:
+        if each.endswith(_FIRST_ENTRY):
+            yield each.removesuffix(_FIRST_ENTRY).rpartition("/")[0]
 
 
 def _similar_prefix(place: StorageTarget) -> str:
@@ -77,4 +81,5 @@ def _similar_prefix(place: StorageTarget) -> str:
     above, _, name = place.prefix.rpartition("/")
     parent = place.model_copy(update={"prefix": above})
     with parent.open(timeout=_LOOK) as store:
-        return did_you_mean(name, {each.partition("/")[0] for each in _folders(store)} - {""})
+        folders = _folders(each.path for each in store.list(""))
+        return did_you_mean(name, {each.partition("/")[0] for each in folders} - {""})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.did_you_mean import did_you_mean
@@ -12,8 +12,13 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 def experiment_names(store: ObjectStore) -> Sequence[str]:
-    """Return the names of the experiments on `store`, sorted: the folders that hold a journal's first entry."""
-    listed = {each.path for each in store.list("")}
+    """Return the names of the experiments on `store`, sorted."""
+    return names_among(each.path for each in store.list(""))
+
+
+def names_among(paths: Iterable[str]) -> Sequence[str]:
+    """Return the names of the experiments of a target with these objects: the folders with a journal's first entry."""
+    listed = set(paths)
     names = []
     for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
         with suppress(InvalidInput):  # a foreign folder: its name is no valid experiment name
