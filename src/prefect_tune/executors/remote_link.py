@@ -24,7 +24,7 @@ from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.processes.worker_pools import worker_pool
-from prefect_tune.supervisor.search_link import Answer, StepReported
+from prefect_tune.supervisor.search_link import Answer, AnsweringLink, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 
 __all__ = ["PoolSharing", "StoreLink"]
@@ -45,7 +45,7 @@ class PoolSharing:
     """How that pool shares the import of the trainable's module."""
 
 
-class StoreLink:
+class StoreLink(AnsweringLink):
     """A link through the target. It can be pickled and sent to another machine until it is connected.
 
     The attempt journals a report that needs an answer at once; the owner of the experiment, which may have changed
@@ -78,6 +78,7 @@ class StoreLink:
         self._open()
 
     def _open(self) -> None:
+        super().__init__()
         self.stop = threading.Event()
         self._asked: int | None = None
         self._asks = threading.Event()
@@ -85,9 +86,6 @@ class StoreLink:
         self._was_told = False
         self._warned = ""
         self._pool: TrialProcessPool | None = None
-        self._guard = threading.Lock()
-        self._early: list[Answer] = []
-        self._tell: Callable[[Answer], None] | None = None
         self._watching: threading.Thread | None = None
         self._live: LiveStatusObserver | None = None
         self._journal: Experiment | None = None
@@ -111,10 +109,7 @@ class StoreLink:
             yield channel
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
-        with self._guard:
-            self._tell = tell
-            for answer in self._early:
-                tell(answer)
+        super().connect(tell)
         self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
@@ -147,13 +142,6 @@ class StoreLink:
             run = copy_context().run
             self._watching = threading.Thread(target=run, args=(self._watch,), name="answers", daemon=True)
             self._watching.start()
-
-    def _deliver(self, answer: Answer) -> None:
-        with self._guard:
-            if self._tell is None:
-                self._early.append(answer)
-            else:
-                self._tell(answer)
 
     def _watch(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
@@ -189,7 +177,7 @@ class StoreLink:
             return False
         self._asked = None
         self._asks.clear()
-        self._deliver(found)
+        self.answer(found)
         return True
 
     def _warn(self, error: TuneError) -> None:
@@ -208,4 +196,4 @@ class StoreLink:
                 self.stop.set()
             case answer:
                 self._was_told = True
-                self._deliver(answer)
+                self.answer(answer)

@@ -19,6 +19,7 @@ from prefect_tune.supervisor.run_identity import new_write_id
 
 __all__ = [
     "Answer",
+    "AnsweringLink",
     "EntryWritten",
     "InProcessLink",
     "LatestReport",
@@ -99,21 +100,13 @@ class LatestReport:
 TrialMessage: TypeAlias = StepReported | EntryWritten
 
 
-class InProcessLink:
-    """A link within one process: it calls `receive` with each message, in the sender's thread."""
+class AnsweringLink:
+    """Delivers answers to a trial; those that arrive before it is connected are kept until then."""
 
-    def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
-        self.trial = trial
-        self.reads_journal = False
-        self._pool = pool
-        self.stop = threading.Event()
-        self._receive = receive
+    def __init__(self) -> None:
         self._guard = threading.Lock()
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
-
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        return self._pool.process(start, log, environment, self.stop)
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         with self._guard:
@@ -128,6 +121,21 @@ class InProcessLink:
                 self._early.append(answer)
             else:
                 self._tell(answer)
+
+
+class InProcessLink(AnsweringLink):
+    """A link within one process: it calls `receive` with each message, in the sender's thread."""
+
+    def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
+        super().__init__()
+        self.trial = trial
+        self.reads_journal = False
+        self._pool = pool
+        self.stop = threading.Event()
+        self._receive = receive
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        return self._pool.process(start, log, environment, self.stop)
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
         self._receive(StepReported(self.trial, report, asks))
