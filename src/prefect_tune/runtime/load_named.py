@@ -53,15 +53,7 @@ def load_trainable(name: str) -> object:
     Raises:
         InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
-    found = load_named(name)
-    if isinstance(found, type):
-        return require_trainable(found)
-    if callable(found):
-        return found
-    raise InvalidInput(
-        f"trainable {name!r}: expected a function of the configuration, or a subclass of pt.Trainable, found "
-        f"{type(found).__name__}"
-    )
+    return require_trainable(load_named(name), name)
 
 
 def require_loadable(config: Mapping[str, object]) -> None:

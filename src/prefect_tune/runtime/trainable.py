@@ -59,7 +59,23 @@ class Trainable:
         """
 
 
-def require_trainable(kind: type) -> type[Trainable]:
+def require_trainable(found: object, given: object) -> object:
+    """Return `found`, checked to be a function or a trainable class; `given` is how it was passed.
+
+    Raises:
+        InvalidInput: it is neither a function nor a subclass of `Trainable` with `step`.
+    """
+    if isinstance(found, type):
+        return require_trainable_class(found)
+    if callable(found):
+        return found
+    raise InvalidInput(
+        f"trainable {given!r}: expected a function of the configuration, a subclass of pt.Trainable, or the "
+        f"'package.module:Name' of one, found {type(found).__name__}"
+    )
+
+
+def require_trainable_class(kind: type) -> type[Trainable]:
     """Return `kind`, checked to be a trainable class.
 
     Raises:

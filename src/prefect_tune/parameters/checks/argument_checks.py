@@ -106,14 +106,7 @@ def valid_trainable(trainable: object) -> object:
     """
     if isinstance(trainable, str):
         return _importable(trainable)
-    if isinstance(trainable, type):
-        return require_trainable(trainable)
-    if callable(trainable):
-        return trainable
-    raise InvalidInput(
-        f"trainable {trainable!r}: expected a function of the configuration, a subclass of pt.Trainable, "
-        "or 'package.module:Name'"
-    )
+    return require_trainable(trainable, trainable)
 
 
 def import_string(name: str, where: str) -> tuple[str, str]:

@@ -43,7 +43,7 @@ from prefect_tune.runtime.processes.process_reset import (
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
-from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable
+from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable_class
 
 _MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
@@ -269,7 +269,7 @@ def _loaded(start: Start) -> object:
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:
-    trainable = require_trainable(kind)()
+    trainable = require_trainable_class(kind)()
     trainable.setup(dict(start.config))
     return _SetUp(trainable, _code(kind))
 
