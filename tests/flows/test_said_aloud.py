@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.parameters.checks.limits import warn_of_constants
-from prefect_tune.parameters.checks.resume_compatibility import say_code, say_errored, say_space
+from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
@@ -58,7 +58,7 @@ def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     changed = searched(planned())
     changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
-    say_code(changed, planned(), LOG)
+    say_code(changed, planned(), CODE_TRAINS, LOG)
     (said,) = caplog.messages
     assert said.startswith("the source of the trainable has changed since experiment 'e' last trained (before -> ")
     assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
@@ -85,7 +85,7 @@ def test_changed_code_is_reported_by_the_run_that_trains_with_it(
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    say_code(searched(planned()), planned(silent), LOG)
+    say_code(searched(planned()), planned(silent), CODE_TRAINS, LOG)
     (said,) = caplog.messages
     assert said.startswith("the trainable has changed since experiment 'e' last trained (train ")
     assert " -> silent " in said

@@ -24,13 +24,15 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.suspension import is_suspended
 from prefect_tune.supervisor.cancel_and_suspend import send_log
+from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
+from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
-from prefect_tune.task_retries import with_retries
+from prefect_tune.task_retries import skip_prefect_introspection, with_retries
 from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
 
 __all__ = [
     "STOPPED_HERE",
@@ -39,7 +41,7 @@ __all__ = [
     "as_one_owner",
     "first_turn",
     "next_turn",
-    "say_what_is_resumable",
+    "take_over",
 ]
 
 STOPPED_HERE = "stopped, as chosen on Resume"
@@ -164,17 +166,32 @@ def _asked_here(question: Questioned, experiment: str) -> Answered:
 # ---------------------------------------------------------------------------------------------------- how it ends
 
 
+def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
+    """Make this run the owner of its experiment, and return the state. `known` is the journal as it was just read.
+
+    Raises what `owner_after` and `restore_experiment_state` raise.
+    """
+    plan = turn.plan
+    owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
+    read = skip_prefect_introspection(known)
+    return restore_experiment_state(plan.target, plan.experiment, owner, new_write_id(), read)
+
+
 @contextmanager
-def as_one_owner(target: StorageTarget, experiment: str) -> Iterator[None]:
+def as_one_owner(turn: Turn) -> Iterator[None]:
     """End this process without a state if another process of the same flow run has taken over the experiment.
 
-    A state from this process would overwrite the state of the other.
+    A state from this process would overwrite the state of the other. On SIGTERM or Ctrl-C, log as the last line what
+    can be resumed.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is the same flow run.
+        KeyboardInterrupt: with that line as its message, which Python prints last of all.
     """
+    target, experiment = turn.plan.target, turn.plan.experiment
     try:
-        yield
+        with _say_what_is_resumable(turn):
+            yield
     except Superseded as lost:
         if can_be_suspended() and _is_ours_again(target, experiment):
             get_run_logger().warning("%s", lost)
@@ -191,16 +208,11 @@ def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
 
 
 @contextmanager
-def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[None]:
-    """On SIGTERM or Ctrl-C, log and send as the last line what can be resumed, from the state that `look` returns.
-
-    Raises:
-        KeyboardInterrupt: with that line as its message, which Python prints last of all.
-    """
+def _say_what_is_resumable(turn: Turn) -> Iterator[None]:
     try:
         yield
     except (TerminationSignal, KeyboardInterrupt) as signal:
-        state = look()
+        state = turn.state
         said = resumable(state) if state and state.trials else "the run had not begun: run it again"
         get_run_logger().warning("%s", said)
         send_log()

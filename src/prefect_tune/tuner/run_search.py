@@ -35,12 +35,13 @@ from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.checks.import_check import require_importable
 from prefect_tune.parameters.checks.limits import SearchLimits, require_possible, warn_of_constants, warn_of_limits
 from prefect_tune.parameters.checks.resume_compatibility import (
+    CODE_TRAINS,
+    CODE_UNUSED,
     require_code,
     require_same,
     say_code,
     say_errored,
     say_space,
-    say_unused_code,
     settings_before_training,
 )
 from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
@@ -54,15 +55,13 @@ from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_channel import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled
-from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, say_what_is_resumable
-from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
+from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
+from prefect_tune.task_retries import retrying_refusals
 from prefect_tune.tasks.existing_experiment import read_known, require_presence
-from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_directly
+from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.terminal.promotions import promotions_of
@@ -137,10 +136,10 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                     before_training=lambda: _changed_code(now, state, log),
                 )
                 ended = driver.run(stop_requests)
-                say_unused_code(ended, now, log)
+                say_code(ended, now, CODE_UNUSED, log)
                 return ended
 
-    with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
+    with as_one_owner(turn):
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)
 
 
@@ -155,10 +154,7 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     require_same(known.experiment, plan.settings)
     if plan.on_code_change == "refuse":
         require_code(known.experiment, plan)
-    owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
-    state = restore_experiment_state(
-        plan.target, plan.experiment, owner, new_write_id(), skip_prefect_introspection(known)
-    )
+    state = take_over(turn, known)
     now, added = samples_per_run.extended(plan, state, call_path)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
@@ -170,7 +166,7 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
 
 def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """Log that the trainable has changed, if it has, and return the event that journals its code."""
-    say_code(state, plan, log)
+    say_code(state, plan, CODE_TRAINS, log)
     if settings_before_training(state, plan.settings) == plan.settings:
         return ()
     return [Described(settings=signed_settings(plan.target, state, plan.settings))]

@@ -39,15 +39,13 @@ from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.suspend_flow_run import last_form
-from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
+from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
-from prefect_tune.task_retries import retrying_refusals, skip_prefect_introspection
+from prefect_tune.task_retries import retrying_refusals
 from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
@@ -118,11 +116,7 @@ def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
                 journal_writer.write(news)
             return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
 
-    with (
-        TrialProcessPool(slots=0) as pool,
-        as_one_owner(spec.target, turn.plan.experiment),
-        say_what_is_resumable(lambda: turn.state),
-    ):
+    with TrialProcessPool(slots=0) as pool, as_one_owner(turn):
         return interruptible(train, grace=spec.grace)
 
 
@@ -186,10 +180,7 @@ class _Interruption:
 
 
 def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
-    """Take ownership of the experiment. Raises what `restore_experiment_state` and `owner_after` raise."""
-    owner = owner_after(known.experiment, training.options.failure_policy.max_restarts, answered=turn.answered)
-    read = skip_prefect_introspection(known)
-    state = restore_experiment_state(training.spec.target, turn.plan.experiment, owner, new_write_id(), read)
+    state = take_over(turn, known)
     require_same_training(state, training.spec, training.config)  # another run may have begun it since it was read
     turn.reached(state)
     return state

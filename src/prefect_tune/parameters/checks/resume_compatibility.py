@@ -15,6 +15,8 @@ from prefect_tune.supervisor.processes.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
 __all__ = [
+    "CODE_TRAINS",
+    "CODE_UNUSED",
     "code_note",
     "require_code",
     "require_goes_on",
@@ -24,9 +26,14 @@ __all__ = [
     "say_code",
     "say_errored",
     "say_space",
-    "say_unused_code",
     "settings_before_training",
 ]
+
+CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
+CODE_UNUSED = (
+    "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
+)
+"""The effect of changed code, when a trial starts, and at the end of a run that has started none."""
 
 _FIXED = {
     "metric": "earlier decisions compared trials by the first one",
@@ -153,22 +160,10 @@ def settings_before_training(state: Experiment, settings: Mapping[str, object]) 
     return {**settings, "code": code} if code and state.trials else settings
 
 
-def say_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the trainable has changed since the experiment last trained."""
+def say_code(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
+    """Log a warning if the trainable has changed since the experiment last trained, and the effect of that."""
     if changed := _changed(state, plan):
-        log.warning(
-            "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
-        )
-
-
-def say_unused_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the trainable has changed, and the run that has ended trained nothing with it."""
-    if changed := _changed(state, plan):
-        log.warning(
-            "%s: this run trained nothing with the new code; to train with it, raise num_samples, or choose another "
-            "experiment name",
-            changed,
-        )
+        log.warning("%s: %s", changed, effect)
 
 
 def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
