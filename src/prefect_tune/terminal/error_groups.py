@@ -7,19 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import first_line
 
 __all__ = ["error_of", "errors_by_cause", "names_of"]
 
-_BUDGET = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _NAMES = 3
 
 
 def error_of(reason: str) -> str:
     """Return the error of a trial in one line, with the line of code if there is one: `KeyError: 'lr' (train.py:9)`."""
-    error = _BUDGET.sub("", first_line(reason))
+    error = error_in(reason)
     if not (frames := _FRAME.findall(reason)):
         return error
     path, line = frames[-1]

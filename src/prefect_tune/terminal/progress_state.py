@@ -265,7 +265,7 @@ def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], o
     if outlook.trial_count is None:
         return None
     if outlook.promotions is not None:
-        standings = [TrialStanding(_step_of(each, live.get(each.trial)), each.phase in ENDED) for each in trials]
+        standings = [TrialStanding(_newest_step(each, live.get(each.trial)), each.phase in ENDED) for each in trials]
         done, (left, _) = sum(each.step for each in standings), outlook.promotions.left(outlook.trial_count, standings)
         return done / (done + left) if left else 1.0
     return min(1.0, share_of_trials(trials, live, outlook) / max(1, outlook.trial_count, len(trials)))
@@ -280,11 +280,11 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done, from 0 to 1."""
     if trial.phase in ENDED or trial.phase is Phase.PAUSED:
         return 1.0
-    step = _step_of(trial, report)
+    step = _newest_step(trial, report)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
 
 
-def _step_of(trial: Trial, report: StepReport | None) -> int:
+def _newest_step(trial: Trial, report: StepReport | None) -> int:
     return max(trial.step, report.step if report else 0)
 
 

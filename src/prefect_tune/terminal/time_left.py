@@ -106,10 +106,10 @@ def seconds_left(
 
 
 def _standings(trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]) -> Sequence[TrialStanding]:
-    return [TrialStanding(_step_of(each, attempts), each.phase in ENDED) for each in trials]
+    return [TrialStanding(_next_start(each, attempts), each.phase in ENDED) for each in trials]
 
 
-def _step_of(trial: Trial, attempts: Mapping[str, Sequence[AttemptTimes]]) -> int:
+def _next_start(trial: Trial, attempts: Mapping[str, Sequence[AttemptTimes]]) -> int:
     """Return the step from which a trial trains next."""
     if trial.status is Status.RUNNING:
         return attempts[trial.trial][-1].step

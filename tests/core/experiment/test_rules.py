@@ -31,6 +31,7 @@ from prefect_tune.core.experiment.failure_policy import (
     Resumable,
     TryAgain,
     Verdict,
+    error_in,
     verdict,
 )
 from prefect_tune.core.experiment.learning_curves import Curves, curve
@@ -212,6 +213,7 @@ def test_a_failure_is_tried_again_while_its_budget_lasts(
         assert isinstance(found, GiveUp)
         assert found.message.startswith(expected)
         assert found.message.endswith(": boom")
+        assert error_in(found.message) == ("boom" if cause is Cause.USER else found.message)
     else:
         assert found == expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import Value
+from prefect_tune.core.models import Value, first_line
 
 __all__ = [
     "OWNER_VANISHED",
@@ -19,6 +20,7 @@ __all__ = [
     "Resumable",
     "TryAgain",
     "Verdict",
+    "error_in",
     "is_forgiven",
     "machines_spent",
     "verdict",
@@ -26,6 +28,9 @@ __all__ = [
 
 OWNER_VANISHED = "its owner vanished without ending it"
 """The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
+
+_USER_BUDGET_SPENT = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
+"""What `verdict` puts before the error that spent the budget."""
 
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
@@ -99,6 +104,11 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
     if trial.blamed_checkpoints:
         return GiveUp(f"{died}, also from the checkpoint before, so no checkpoint is the cause: {trial.reason}")
     return Quarantine(trial.started_from, f"{died}: {trial.reason}")
+
+
+def error_in(reason: str) -> str:
+    """Return the first line of an errored trial's reason without the budget of its own failures, if it begins so."""
+    return _USER_BUDGET_SPENT.sub("", first_line(reason))
 
 
 def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
