@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,25 @@ class Example:
         command = ["-m", "tests.integrations.undisturbed", str(self.path)]
         self._python(command, {"PYTHONPATH": str(ROOT)}, json.dumps(list(asked.values())))
         return {trial: Path(str(each["directory"])) for trial, each in asked.items()}
+
+    def ends_as_undisturbed(
+        self, learned: Callable[[Path], Mapping[str, object]], *, reach: int, interval: int, steps: set[int]
+    ) -> int:
+        """Kill three of its trials; their states are then those of undisturbed ones. Return how many were killed.
+
+        Args:
+            learned: returns the state in a checkpoint's directory.
+            reach: the most steps from a start to a kill.
+            interval: the most steps from one checkpoint to the next.
+            steps: at which the trials end.
+        """
+        struck = self.struck(kills=3, seed=1, reach=reach)
+        assert struck.kills == 3
+        assert all(0 <= lost <= interval for lost in struck.steps_lost), struck.witness
+        for trial, truth in self.undisturbed(struck.results).items():
+            assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
+        assert {each.step for each in struck.results.trials.values()} == steps
+        return struck.kills
 
     def _python(self, arguments: Sequence[str], environment: Mapping[str, str], said: str) -> None:
         done = subprocess.run(

@@ -17,7 +17,6 @@ from tests.integrations.states import flat
 pytestmark = pytest.mark.integrations
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports Keras
 pytest.importorskip("keras")
-_INTERVAL = 2
 
 
 def learned(directory: Path) -> Mapping[str, Any]:
@@ -29,10 +28,4 @@ def learned(directory: Path) -> Mapping[str, Any]:
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    digits = example("keras", "train")
-    struck = digits.struck(kills=3, seed=1, reach=3)
-    assert struck.kills == 3
-    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
-    for trial, truth in digits.undisturbed(struck.results).items():
-        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-    assert {each.step for each in struck.results.trials.values()} == {3, 9}
+    example("keras", "train").ends_as_undisturbed(learned, reach=3, interval=2, steps={3, 9})

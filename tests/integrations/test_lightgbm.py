@@ -11,7 +11,6 @@ from tests.integrations.examples import Example
 
 pytest.importorskip("lightgbm")
 pytestmark = pytest.mark.integrations
-_INTERVAL = 5
 Record = Callable[[str, object], None]
 
 
@@ -23,11 +22,5 @@ def learned(directory: Path) -> Mapping[str, bytes]:
 def test_the_example_ends_with_the_trees_of_an_undisturbed_one(
     example: Callable[[str, str], Example], record_property: Record
 ) -> None:
-    digits = example("lightgbm", "train")
-    struck = digits.struck(kills=3, seed=1, reach=7)
-    assert struck.kills == 3
-    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
-    for trial, truth in digits.undisturbed(struck.results).items():
-        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-    assert {each.step for each in struck.results.trials.values()} == {9, 27}
-    record_property("figure: kills of examples", struck.kills)
+    kills = example("lightgbm", "train").ends_as_undisturbed(learned, reach=7, interval=5, steps={9, 27})
+    record_property("figure: kills of examples", kills)

@@ -19,7 +19,6 @@ from tests.integrations.states import flat
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning")
-_INTERVAL = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +38,7 @@ def learned(directory: Path) -> Mapping[str, Any]:
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    digits = example("lightning", "train")
-    struck = digits.struck(kills=3, seed=1, reach=4)
-    assert struck.kills == 3
-    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
-    for trial, truth in digits.undisturbed(struck.results).items():
-        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-    assert {each.step for each in struck.results.trials.values()} == {6, 18}
+    example("lightning", "train").ends_as_undisturbed(learned, reach=4, interval=3, steps={6, 18})
 
 
 @pytest.mark.parametrize("callback", [True, False])

@@ -16,7 +16,6 @@ from tests.integrations.states import flat
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
-_INTERVAL = 10
 
 
 def learned(directory: Path) -> Mapping[str, Any]:
@@ -27,13 +26,7 @@ def learned(directory: Path) -> Mapping[str, Any]:
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    digits = example("torch", "Digits")
-    struck = digits.struck(kills=3, seed=1, reach=13)
-    assert struck.kills == 3
-    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
-    for trial, truth in digits.undisturbed(struck.results).items():
-        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-    assert {each.step for each in struck.results.trials.values()} == {18, 54}
+    example("torch", "Digits").ends_as_undisturbed(learned, reach=13, interval=10, steps={18, 54})
 
 
 class Evil:

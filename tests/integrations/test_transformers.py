@@ -19,8 +19,6 @@ from tests.integrations.states import flat
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-_INTERVAL = 1
-"""Each report is saved."""
 
 
 def learned(directory: Path) -> Mapping[str, Any]:
@@ -40,13 +38,7 @@ def _numpys() -> list[Any]:
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    digits = example("transformers", "train")
-    struck = digits.struck(kills=3, seed=1, reach=3)
-    assert struck.kills == 3
-    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
-    for trial, truth in digits.undisturbed(struck.results).items():
-        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-    assert {each.step for each in struck.results.trials.values()} == {4, 12}
+    example("transformers", "train").ends_as_undisturbed(learned, reach=3, interval=1, steps={4, 12})
 
 
 def test_ranks_that_accelerate_starts_are_told_where_to_report(tmp_path: Path) -> None:
