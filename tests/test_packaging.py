@@ -63,10 +63,6 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
     assert packages == set(SETUPTOOLS["packages"])
 
 
-def test_every_listed_package_says_where_it_lies() -> None:
-    assert set(SETUPTOOLS["package-dir"]) == set(SETUPTOOLS["packages"])
-
-
 def test_the_rooms_are_found_from_any_directory_and_a_users_own_do_not_shadow_them(
     tmp_path: Path,
 ) -> None:

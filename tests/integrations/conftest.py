@@ -9,6 +9,7 @@ import pytest
 
 from tests.integrations.examples import Example
 from tests.supervisor.modules import hearing, module, ours, trains  # noqa: F401 - fixtures
+from tests.supervisor.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
@@ -19,12 +19,6 @@ from tests.integrations.states import flat
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[TrialProcessPool]:
-    with family(), TrialProcessPool(slots=1) as made:
-        yield made
 
 
 def learned(directory: Path) -> Mapping[str, Any]:

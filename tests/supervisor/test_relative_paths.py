@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,16 +16,10 @@ from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, 
 from prefect_tune.loggers import CSVLogger
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
 from tests.trainables import reporters
 
 LOG = log_to(Hearing())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[TrialProcessPool]:
-    with family(), TrialProcessPool(slots=1) as made:
-        yield made
 
 
 @pytest.mark.parametrize("path", ["checkpoint", "../here/checkpoint", "latest"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -23,19 +23,13 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
 from tests.trainables import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
 _SOON = timedelta(seconds=0.3)
 LOG = logging.getLogger("trial")
 _IN_TIME = timedelta(seconds=60)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[TrialProcessPool]:
-    with family(), TrialProcessPool(slots=1) as made:
-        yield made
 
 
 @pytest.fixture(params=["forked", "started", "in place"])

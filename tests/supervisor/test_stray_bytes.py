@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,11 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
 from tests.tasks.test_attempt_supervisor import FakeLedger, line
 from tests.trainables import reporters
 
 LOG = log_to(Hearing())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[TrialProcessPool]:
-    with family(), TrialProcessPool(slots=1) as made:
-        yield made
 
 
 def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config: object) -> Outcome:

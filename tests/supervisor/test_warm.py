@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -41,28 +41,13 @@ from tests.trainables.witness import told
 
 LOG = log_to(Hearing())
 NOTHING: Mapping[str, str] = {}
-
-
-@pytest.fixture(scope="module")
-def ours() -> Iterator[Family]:
-    """Every process that these tests start."""
-    with family() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def one_pool(ours: Family) -> Iterator[TrialProcessPool]:
-    assert not ours.pids()
-    with TrialProcessPool(slots=2) as made:
-        yield made
+SLOTS = 2
 
 
 @pytest.fixture
-def pool(one_pool: TrialProcessPool, ours: Family) -> Iterator[TrialProcessPool]:
-    """The same one for many tests; none of them leaves a process that waits."""
-    yield one_pool
-    one_pool.dismiss()
-    until(lambda: ours.names() <= {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
+def ours(whole_family: Family) -> Family:
+    """Every process that these tests have started."""
+    return whole_family
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from datetime import timedelta
@@ -39,27 +39,7 @@ from tests.trainables.forked import daemonizes, dies, looks_around, prints, wait
 from tests.trainables.witness import Told, told
 
 LOG = log_to(Hearing())
-
-
-@pytest.fixture(scope="module")
-def whole_family() -> Iterator[Family]:
-    with family() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def one_pool(whole_family: Family) -> Iterator[TrialProcessPool]:
-    assert not whole_family.pids()
-    with TrialProcessPool(slots=4) as made:
-        yield made
-
-
-@pytest.fixture
-def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProcessPool]:
-    """The same one for many tests; none of them leaves a trial."""
-    yield one_pool
-    one_pool.dismiss()
-    until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")
+SLOTS = 4
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ INKS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
 FAINT, PALE = 0.5, 0.6
 """Opacities of a grid, and of marks in the background: below 0.5 they vanish on a dark page, or on a light one."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+_MOST_CHARACTERS = 80
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -144,10 +145,10 @@ def data_uri(svg: str) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-def safe(text: str, most: int = 80) -> str:
-    """Return untrusted text on one line, shortened to `most` characters and escaped."""
+def safe(text: str) -> str:
+    """Return untrusted text on one line, shortened to 80 characters and escaped."""
     line = " ".join(_NO_XML.sub("", text).split())
-    return escape(line if len(line) <= most else f"{line[: most - 1]}…")
+    return escape(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 1]}…")
 
 
 def _path(points: Iterable[Point]) -> str:

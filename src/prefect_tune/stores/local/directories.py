@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NewType
@@ -74,14 +74,12 @@ def _require_inside(directory: Path, path: str) -> None:
 
 
 @contextmanager
-def fresh_directory(destination: Path, *, note: Callable[[Path], None] | None = None) -> Iterator[Path]:
+def fresh_directory(destination: Path) -> Iterator[Path]:
     """Yield a path at which to make a directory; rename it to `destination` if nothing was raised.
 
-    `destination` must be missing or empty. `note` is called first, with the folder that stays if the process dies.
+    `destination` must be missing or empty.
     """
     building = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
-    if note:
-        note(building)
     building.mkdir(parents=True)
     try:
         yield building / "whole"
