@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import prefect_tune as pt
+from tests.trainables.counting import Counting
 from tests.trainables.witness import hold, tell
 
 
-class Fragile(pt.Trainable):
+class Fragile(Counting):
     """Its loss is `config["x"]`. Raises at step 2 if `config["breaks"]`; step 3 waits for the file `config["gate"]`."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.count = 0
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
@@ -27,9 +22,3 @@ class Fragile(pt.Trainable):
         if self.count == 3:
             hold(self.config.get("gate"))
         return {"loss": float(self.config["x"])}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "count").write_text(str(self.count))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.count = int(Path(checkpoint_dir, "count").read_text())

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import prefect_tune as pt
+from tests.trainables.counting import Counting
 
 
-class Moody(pt.Trainable):
+class Moody(Counting):
     """Counts steps; `config["fails"]` says how, at step 2, and while the file `config["until"]` is missing."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.count = 0
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
@@ -35,12 +31,6 @@ class Moody(pt.Trainable):
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
                 pass
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "count").write_text(str(self.count))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.count = int(Path(checkpoint_dir, "count").read_text())
 
 
 def train(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,20 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import prefect_tune as pt
+from tests.trainables.counting import Counting
 from tests.trainables.witness import hold
 
 
-class Descent(pt.Trainable):
+class Descent(Counting):
     """Goes downhill: fastest where `rate` is 0.1, and to a lower end the larger `width` is.
 
     From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` is there. Where
     `rate` is above `config["breaks_above"]` step 2 raises, until the file `config["mended"]` is there.
     """
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.count = 0
 
     def step(self) -> Mapping[str, Any]:
         if self.count + 1 >= self.config.get("lingers_at", math.inf):
@@ -41,9 +37,3 @@ class Descent(pt.Trainable):
     @property
     def _floor(self) -> float:
         return 1 / (8 + float(self.config.get("width", 16)))
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "count").write_text(str(self.count))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.count = int(Path(checkpoint_dir, "count").read_text())

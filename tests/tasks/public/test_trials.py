@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.tasks.public.conftest import Caller
+from tests.trainables.counting import Counting
 
 pytestmark = pytest.mark.usefixtures("prefect_server")  # an attempt's saves are task runs
 
@@ -26,24 +27,14 @@ def _without_a_run() -> Iterator[None]:
         yield
 
 
-class Counts(pt.Trainable):
+class Counts(Counting):
     """Counts its steps; fails at `fails_at` while the file `broken` exists."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.count = 0
 
     def step(self) -> dict[str, object]:
         self.count += 1
         if self.count == self.config.get("fails_at") and Path(self.config["broken"]).exists():
             raise ValueError("broken on purpose")
         return {"count": self.count}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "count").write_text(str(self.count))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.count = int(Path(checkpoint_dir, "count").read_text())
 
 
 def run(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt.TrialState:
