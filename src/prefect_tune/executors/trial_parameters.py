@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -58,42 +58,29 @@ class TrialParameters(Value):
         if plan.isolation != "process":
             raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
         return cls(
+            **{name: getattr(plan, name) for name in _same_names()},
             target=target_reference(plan.target),
-            trial=plan.trial,
-            trainable=plan.trainable,
-            stopper=plan.stopper,
-            needs_curve=plan.needs_curve,
-            cadence=plan.cadence,
-            retention=plan.retention,
             sync=plan.sync.parameters(),
-            fingerprint=dict(plan.fingerprint),
             grace_period_seconds=plan.grace.total_seconds(),
             silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
-            tags=plan.tags,
-            concurrency_limits=plan.concurrency_limits,
-            reuse=plan.reuse,
         )
 
     def plan(self) -> TrialSpec:
         """Return the plan of these parameters."""
         silence = self.silence_timeout_seconds
         return TrialSpec(
+            **{name: getattr(self, name) for name in _same_names()},
             target=resolve_target(self.target),
-            trial=self.trial,
-            trainable=self.trainable,
-            stopper=self.stopper,
-            needs_curve=self.needs_curve,
-            cadence=self.cadence,
-            retention=self.retention,
             sync=SyncConfig.model_validate(self.sync),
-            fingerprint=self.fingerprint,
             grace=timedelta(seconds=self.grace_period_seconds),
             silence=None if silence is None else timedelta(seconds=silence),
-            tags=self.tags,
-            concurrency_limits=self.concurrency_limits,
-            reuse=self.reuse,
             apart=True,
         )
+
+
+def _same_names() -> Collection[str]:
+    """Return the fields that are the same in both."""
+    return TrialParameters.model_fields.keys() & {each.name for each in fields(TrialSpec)} - {"target", "sync"}
 
 
 def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
