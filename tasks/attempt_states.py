@@ -12,12 +12,10 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor as outcomes
 from prefect_tune.terminal.error_groups import error_of
-
-__all__ = ["log_failure", "state_of"]
 
 
 def state_of(outcome: outcomes.Outcome, trial: str) -> State[Any]:

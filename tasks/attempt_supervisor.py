@@ -30,8 +30,6 @@ from prefect_tune.supervisor.search_link import Answer, SearchLink
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.commit_worker import USERS_FAULT, CommitWorker, PendingCheckpoint
 
-__all__ = ["Asking", "Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
-
 _TICK = timedelta(seconds=0.1)
 _KILLS_PERIOD = timedelta(seconds=1)
 # The trainable or its libraries cause these signals; SIGKILL comes from outside the process.

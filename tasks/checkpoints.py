@@ -27,19 +27,6 @@ from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transf
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.task_retries import RETRYING, is_away, with_retries
 
-__all__ = [
-    "ClonedCheckpoint",
-    "SavedCheckpoint",
-    "clone_checkpoint",
-    "code_of_checkpoint",
-    "damage_of_checkpoint",
-    "delete_checkpoint",
-    "find_damaged",
-    "find_leftovers",
-    "restore_checkpoint",
-    "save_checkpoint",
-]
-
 _TIMEOUT_SECONDS = 1800.0
 _LOOK = timedelta(seconds=30)
 

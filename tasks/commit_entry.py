@@ -14,18 +14,8 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_a
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, find_damaged, find_leftovers
-
-__all__ = [
-    "CommitEntry",
-    "about_checkpoint",
-    "commit_entry",
-    "delete_retired",
-    "find_doomed",
-    "log_commit",
-    "log_damage",
-]
 
 
 @dataclass(frozen=True, slots=True)

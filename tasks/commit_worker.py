@@ -38,7 +38,7 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.prefect_api.task_runs.short_task_run import run_here
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
@@ -51,8 +51,6 @@ from prefect_tune.tasks.commit_entry import (
     log_commit,
     log_damage,
 )
-
-__all__ = ["USERS_FAULT", "CommitWorker", "PendingCheckpoint"]
 
 # Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)

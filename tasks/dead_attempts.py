@@ -16,8 +16,6 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.prefect_api.task_runs.dead_task_runs import set_crashed
 from prefect_tune.supervisor.run_identity import is_gone
 
-__all__ = ["settle_dead_attempts"]
-
 _KEY_OF_ATTEMPTS = "run_trial-"
 """Begins Prefect's key of the tasks that run attempts, the public one too: the name of their functions."""
 _opened_here: set[Owner] = set()

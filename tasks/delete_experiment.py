@@ -15,8 +15,6 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.task_retries import RETRYING
 
-__all__ = ["Removal", "remove_experiment"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:

@@ -9,8 +9,6 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.resume_mode import Resuming
 from prefect_tune.tasks.experiment_state import no_experiment_at, read_journal
 
-__all__ = ["read_known", "read_or_fail", "read_undamaged", "require_presence"]
-
 
 def require_presence(
     target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None

@@ -35,21 +35,6 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.task_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 from prefect_tune.tasks.dead_attempts import settle_dead_attempts
 
-__all__ = [
-    "Opening",
-    "append_entry",
-    "check_target",
-    "experiment_id",
-    "no_experiment_at",
-    "open_journal",
-    "read_experiment",
-    "read_journal",
-    "restore_experiment_state",
-    "sync_experiment_state",
-    "write_directly",
-    "write_entry",
-]
-
 _TIMEOUT_SECONDS = 120.0
 
 

@@ -30,11 +30,9 @@ from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.task_retries import RETRYING
-
-__all__ = ["ForkRequest", "fork_experiment"]
 
 
 @dataclass(frozen=True, kw_only=True)

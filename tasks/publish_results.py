@@ -24,8 +24,6 @@ from prefect_tune.task_retries import RETRYING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["publish_results", "read_curves", "read_reports"]
-
 _TIMEOUT_SECONDS = 300.0
 
 

@@ -41,8 +41,8 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_channel import Log, trial_in_place
-from prefect_tune.supervisor.processes.process_output import TrialLog
+from prefect_tune.supervisor.processes.process_channel import trial_in_place
+from prefect_tune.supervisor.processes.process_output import Log, TrialLog
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
@@ -59,8 +59,6 @@ from prefect_tune.tasks.experiment_state import (
     write_directly,
     write_entry,
 )
-
-__all__ = ["AttemptResult", "curve_up_to", "has_had_enough", "run_attempt", "run_trial"]
 
 
 @dataclass(frozen=True, slots=True)

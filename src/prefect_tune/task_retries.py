@@ -23,21 +23,6 @@ if TYPE_CHECKING:
 
     from prefect_tune.supervisor.processes.process_output import Log
 
-__all__ = [
-    "CHECKING",
-    "RETRYING",
-    "RETRYING_REFUSALS",
-    "is_away",
-    "is_targets_failure",
-    "is_transient",
-    "is_unavailable",
-    "may_pass",
-    "retrying_refusals",
-    "retrying_until",
-    "skip_prefect_introspection",
-    "with_retries",
-]
-
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)

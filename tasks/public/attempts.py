@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_entry import delete_retired, find_doomed

@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import below
 from prefect_tune.stores.local.artifact_transfer import Writer
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
 _RETRIES = 2

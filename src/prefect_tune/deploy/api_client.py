@@ -13,8 +13,6 @@ from prefect.settings import get_current_settings
 from prefect_tune.blocks.resolve_target import SET_UP
 from prefect_tune.core.errors import InvalidInput, TuneError
 
-__all__ = ["or_said", "prefect_server"]
-
 
 @contextmanager
 def prefect_server(about: str) -> Iterator[SyncPrefectClient]:

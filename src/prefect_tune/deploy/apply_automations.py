@@ -18,15 +18,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.deploy.api_client import prefect_server
 from prefect_tune.deploy.automation_specs import AutomationSpec, shipped
 
-__all__ = [
-    "Installed",
-    "apply_automations",
-    "automation_names",
-    "install_automations",
-    "require_block",
-    "uninstall_automations",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Installed:

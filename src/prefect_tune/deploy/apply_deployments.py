@@ -26,8 +26,6 @@ from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, Deployment
 from prefect_tune.parameters.form_schema import form_of
 from prefect_tune.parameters.grouped_flow import GroupedFlow, flattened
 
-__all__ = ["Deployed", "Pool", "deploy"]
-
 _Times: TypeAlias = CronSchedule | IntervalSchedule
 _STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enqueue": ConcurrencyLimitStrategy.ENQUEUE}
 

@@ -25,8 +25,6 @@ from prefect_tune.core.notifications.prefect_events import (
     TrialStale,
 )
 
-__all__ = ["AutomationSpec", "shipped"]
-
 _PREFIX = "prefect-tune: "
 _FORMER_NAMES = {
     "restart a crashed run": "start again after a crash",

@@ -31,8 +31,6 @@ from prefect_tune.trust.require_trusted import trusted_here
 from prefect_tune.tuner.run_search import begun
 from prefect_tune.tuner.warm_start import source_names
 
-__all__ = ["Blocks", "SavedBlocks", "checked"]
-
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
 _SLUG = re.compile(r"[a-z0-9-]+/[^/\s]+")
 

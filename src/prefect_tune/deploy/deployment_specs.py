@@ -11,19 +11,6 @@ from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import valid_name
 
-__all__ = [
-    "OFFERS",
-    "TAG",
-    "Collision",
-    "DeployableFlow",
-    "DeploymentSchedule",
-    "DeploymentSpec",
-    "Interval",
-    "named",
-    "of_one_experiment",
-    "wanted",
-]
-
 TAG = "prefect-tune"
 """The tag of every deployment and of its runs, by which automations match them."""
 Collision: TypeAlias = Literal["cancel-new", "enqueue"]

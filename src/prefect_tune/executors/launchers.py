@@ -31,8 +31,6 @@ from prefect_tune.executors.trial_executor import attempt_of, error_in
 from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
-__all__ = ["DeploymentLauncher", "TaskRunnerLauncher"]
-
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0

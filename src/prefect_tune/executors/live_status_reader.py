@@ -16,8 +16,6 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 
-__all__ = ["LiveStatusReader"]
-
 _REQUEST = timedelta(seconds=20)
 
 

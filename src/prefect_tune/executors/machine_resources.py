@@ -13,8 +13,6 @@ from pathlib import Path
 
 from prefect_tune.core.resources import Machine
 
-__all__ = ["cpu_count_here", "gpus_in", "machine_here"]
-
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _PATIENCE_SECONDS = 30  # the driver wakes every card up

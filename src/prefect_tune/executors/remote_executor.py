@@ -32,8 +32,6 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import experiment_id
 
-__all__ = ["AttemptLauncher", "RemoteExecutor"]
-
 _REQUEST = timedelta(seconds=60)
 _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""

@@ -27,8 +27,6 @@ from prefect_tune.supervisor.processes.worker_pools import worker_pool
 from prefect_tune.supervisor.search_link import Answer, AnsweringLink, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 
-__all__ = ["PoolSharing", "StoreLink"]
-
 _REQUEST = timedelta(seconds=30)
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0

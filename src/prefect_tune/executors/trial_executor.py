@@ -25,19 +25,6 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.trial_attempt import run_trial
 
-__all__ = [
-    "AttemptExited",
-    "LocalExecutor",
-    "Message",
-    "RemoteAttemptStarted",
-    "TrialExecutor",
-    "attempt_of",
-    "attempts_on",
-    "call_attempt",
-    "error_in",
-    "have_ended",
-]
-
 _PATIENCE = timedelta(seconds=0.5)
 # Time that a supervisor needs after its trial's grace period, to write a last journal entry.
 _LAST_WORDS = timedelta(seconds=3)

@@ -17,9 +17,6 @@ from prefect_tune.core.models import Value
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.trial_spec import AttemptRequest, Reuse, TrialSpec
 
-__all__ = ["TrialParameters", "request_as_parameters", "request_from"]
-
-
 _orders: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
 
 

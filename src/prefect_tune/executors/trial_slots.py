@@ -11,8 +11,6 @@ from prefect_tune.core.resources import Machine, resources_of, slots_on
 from prefect_tune.executors.machine_resources import cpu_count_here, machine_here
 from prefect_tune.parameters.search_plan import SearchPlan
 
-__all__ = ["Slots", "slots_elsewhere", "slots_here"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slots:

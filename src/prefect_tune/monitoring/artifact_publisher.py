@@ -25,8 +25,6 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.supervisor.processes.process_output import Log
 
-__all__ = ["ArtifactContent", "ArtifactPublisher", "EarlierArtifacts", "artifact_key", "plain_key"]
-
 _FIRST = timedelta(seconds=2)
 _LONGEST_PERIOD = timedelta(minutes=10)
 _SHARE = 50

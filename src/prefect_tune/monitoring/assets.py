@@ -16,8 +16,6 @@ from prefect_tune.core.notifications.prefect_events import BestImproved, Checkpo
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.prefect_api.asset_events import PrefectEvent, as_related, asset_of, materialized, referenced
 
-__all__ = ["ExperimentAddress", "Lineage"]
-
 _MOST_SOURCES = 20
 _OF_A_TRIAL = "The checkpoints of one trial; each commit is a materialization."
 _OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a materialization."

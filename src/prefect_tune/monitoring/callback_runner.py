@@ -43,7 +43,7 @@ from prefect_tune.core.notifications.callback_delivery import (
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.task_retries import with_retries

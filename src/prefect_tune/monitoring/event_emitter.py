@@ -35,7 +35,7 @@ from prefect_tune.core.notifications.prefect_events import (
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.asset_events import PrefectEvent
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 _MOST_WAITING = 10_000

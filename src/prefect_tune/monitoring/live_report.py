@@ -32,7 +32,7 @@ from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import report_input_of
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.task_retries import with_retries
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_search, share_of_trial

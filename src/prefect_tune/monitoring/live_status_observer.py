@@ -30,8 +30,6 @@ from prefect_tune.supervisor.live_status_publisher import LiveStatusPublisher
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
-__all__ = ["LiveStatusObserver"]
-
 
 class LiveStatusObserver(SearchObserver):
     """Records starts, reports and ends of attempts in microseconds; the publisher's thread writes them."""

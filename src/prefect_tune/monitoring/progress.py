@@ -20,7 +20,7 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here
 from prefect_tune.notebook.progress_html import progress_html
 from prefect_tune.supervisor import search_link
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, live_display
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate

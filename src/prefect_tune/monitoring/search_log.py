@@ -24,7 +24,7 @@ from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal.formatting import format_value, visible
 from prefect_tune.terminal.trials_table import config_cells
 

@@ -9,8 +9,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
-__all__ = ["ObserverGroup", "SearchObserver"]
-
 
 class SearchObserver:
     """An observer of a search, which overrides the methods that it needs: these do nothing.

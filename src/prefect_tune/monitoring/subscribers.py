@@ -22,7 +22,7 @@ from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate

@@ -16,8 +16,6 @@ from prefect_tune.core.models import first_line
 from prefect_tune.notebook.kernel import can_show_output
 from prefect_tune.notebook.quiet_console import quiet_console
 
-__all__ = ["CellOutput", "Ending", "live_output", "output_here", "search_output"]
-
 _PERIOD = timedelta(seconds=1)
 _SHARE = 0.05
 _PATIENCE = timedelta(seconds=5)

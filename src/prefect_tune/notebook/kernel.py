@@ -6,8 +6,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["can_show_output"]
-
 
 def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is a kernel, whose cells show HTML; `PREFECT_TUNE_PROGRESS=off` forbids it.

@@ -15,8 +15,6 @@ from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import chosen_trials, common_metrics, head_facts, time_left
 
-__all__ = ["progress_html"]
-
 _MOST_ROWS = 20
 _MOST_NOTES = 4
 _INKS = {Ending.RUNNING: BLUE, Ending.DONE: GREEN, Ending.INTERRUPTED: ORANGE, Ending.FAILED: RED}

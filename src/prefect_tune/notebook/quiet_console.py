@@ -13,8 +13,6 @@ from rich.console import Console
 from prefect_tune.notebook.kernel import can_show_output
 from prefect_tune.terminal.output_capture import console_handlers
 
-__all__ = ["quiet_console"]
-
 
 class _QuietFilter(logging.Filter):
     """Passes warnings and errors; at Prefect's log level DEBUG everything."""

@@ -27,8 +27,6 @@ from prefect_tune.terminal.trials_table import config_cells
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Points", "curve_points", "results_html"]
-
 Points: TypeAlias = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
 """Learning curves: steps and values by trial and metric."""
 _MOST_ROWS = 20

@@ -13,8 +13,6 @@ from prefect_tune.reporting.charts.timeline_charts import FILLS
 from prefect_tune.terminal.error_groups import errors_by_cause, names_of
 from prefect_tune.terminal.trials_table import cells_of
 
-__all__ = ["errors_html", "trials_html"]
-
 _WIDTH = 150
 """In characters: more parameters than fit are left out, as in a terminal of this width."""
 _CELL = 80

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from prefect_tune.core.models import digest_of
 
-__all__ = ["code_of"]
-
 
 def code_of(trainable: object) -> str:
     """Return a digest of the source of a class or function, or of `package.module:Name`, whose file is not imported.

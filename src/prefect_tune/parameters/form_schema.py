@@ -22,19 +22,6 @@ from prefect_tune.core.search.objective import Mode
 from prefect_tune.parameters.grouped_flow import OPTIONS, GroupedFlow
 from prefect_tune.parameters.resume_mode import RerunErrored
 
-__all__ = [
-    "CallbacksField",
-    "MetricField",
-    "ModeField",
-    "OtherTrainableField",
-    "RerunField",
-    "ResumeField",
-    "SyncField",
-    "TargetField",
-    "TrainableField",
-    "form_of",
-]
-
 _Schema: TypeAlias = Mapping[str, Any]
 _NOTHING: _Schema = {"type": "null"}
 

@@ -21,8 +21,6 @@ from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ADVANCED", "OPTIONS", "GroupedFlow", "flattened"]
-
 ADVANCED = "advanced"
 """The parameter that holds the group."""
 OPTIONS = "AdvancedOptions"

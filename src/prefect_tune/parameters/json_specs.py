@@ -21,8 +21,6 @@ from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 
-__all__ = ["scheduler_from", "search_from", "stop_from", "stop_to_json", "to_json", "with_samples"]
-
 _MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 

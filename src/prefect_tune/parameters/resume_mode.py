@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["Presence", "RerunErrored", "Resuming", "resuming"]
-
 Presence: TypeAlias = Literal["auto", "must", "never"]
 RerunErrored: TypeAlias = bool | Literal["only"]
 

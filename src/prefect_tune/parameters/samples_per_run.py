@@ -12,8 +12,6 @@ from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, Ran
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "require_no_fewer", "require_one_count", "with_default_samples"]
-
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
     """Check that at most one of the two counts is passed, before anything is read.

@@ -37,8 +37,6 @@ from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
-__all__ = ["OF_THE_RUN", "SearchPlan", "from_settings", "only_in_code", "space_of", "trial_spec", "valid_bound"]
-
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 OF_THE_RUN = frozenset(
     {

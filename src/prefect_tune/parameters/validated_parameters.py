@@ -10,8 +10,6 @@ from pydantic_core import ErrorDetails
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import Value
 
-__all__ = ["ValidatedParameters"]
-
 
 class ValidatedParameters(Value):
     """Parsed and validated parameters; the fields have the names and defaults of the parameters.

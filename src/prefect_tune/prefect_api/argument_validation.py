@@ -23,8 +23,6 @@ from pydantic_core import ErrorDetails, to_json
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["require_valid"]
-
 _CALLS = frozenset({"return_state", "wait_for"})
 """Keyword arguments that Prefect consumes itself."""
 _MAKES = frozenset({"trainable", "callbacks"})

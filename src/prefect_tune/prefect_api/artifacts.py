@@ -8,8 +8,6 @@ from httpx import HTTPStatusError
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 
-__all__ = ["update_artifact"]
-
 
 def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float, description: str) -> bool:
     """Update an artifact in place; return False if it has been deleted.

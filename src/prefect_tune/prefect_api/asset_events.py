@@ -16,8 +16,6 @@ from uuid import UUID
 from prefect.assets import Asset, AssetProperties
 from pydantic import ValidationError
 
-__all__ = ["PrefectEvent", "as_related", "asset_of", "materialized", "referenced"]
-
 _BY: Mapping[str, str] = {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
 
 

@@ -6,8 +6,6 @@ import prefect
 
 from prefect_tune.core.errors import TuneError
 
-__all__ = ["OLDEST_TESTED", "prefect_changed"]
-
 OLDEST_TESTED = "3.8.0"
 """The oldest release that `make test-prefect` runs the tests with: the lower bound in pyproject.toml."""
 

@@ -28,8 +28,6 @@ from prefect_tune.prefect_api.local_server import start_prefect_server
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["FlowWithServer", "flow_with_server"]
-
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs

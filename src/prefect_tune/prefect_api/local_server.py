@@ -24,8 +24,6 @@ from urllib.error import URLError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["PrefectServer", "RetryOn503Middleware", "Services", "is_cut_short", "start_prefect_server"]
-
 Services: TypeAlias = Literal["all", "few"]
 
 _PATIENCE = timedelta(minutes=3)  # the first start on an empty database runs every migration

@@ -10,8 +10,6 @@ from prefect_tune.core.models import flat
 from prefect_tune.core.numbers import shown
 from prefect_tune.terminal.formatting import format_duration
 
-__all__ = ["format_cell", "format_count", "format_metrics", "format_number", "format_span"]
-
 _DIGITS = 4
 _LARGE = 10_000_000
 _SMALL = 0.001

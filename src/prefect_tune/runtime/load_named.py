@@ -12,8 +12,6 @@ from pathlib import Path
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.trainable import require_trainable
 
-__all__ = ["import_advice", "load_named", "load_trainable", "require_loadable"]
-
 
 def load_named(name: str, parameter: str = "trainable") -> object:
     """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.

@@ -18,8 +18,6 @@ from prefect.logging.handlers import APILogHandler
 from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
 from prefect_tune.task_retries import retrying_until
 
-__all__ = ["interruptible", "send_log"]
-
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or after the grace period.
 _LAST_WORDS = timedelta(seconds=3)

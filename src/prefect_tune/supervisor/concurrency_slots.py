@@ -10,8 +10,6 @@ from datetime import timedelta
 import httpx
 from prefect.concurrency.sync import concurrency
 
-__all__ = ["holding_concurrency_limits"]
-
 _TRY = timedelta(seconds=5)
 _LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
 

@@ -10,8 +10,6 @@ from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.models import Stamp
 
-__all__ = ["EntryListener", "JournalWriter", "Writer"]
-
 Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
 EntryListener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
 

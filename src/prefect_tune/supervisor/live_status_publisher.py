@@ -17,8 +17,6 @@ from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, del
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.supervisor.run_identity import new_write_id
 
-__all__ = ["LiveStatusPublisher"]
-
 _REQUEST = timedelta(seconds=30)
 _FIRST = timedelta(seconds=1)
 _PATIENCE = timedelta(seconds=1)

@@ -12,8 +12,6 @@ from prefect.runtime import flow_run, task_run
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 
-__all__ = ["current_owner", "is_gone", "is_same_writer", "new_write_id", "this_writer"]
-
 _PROCESS = uuid4().hex[:8]
 """Tells the processes of scripts apart, which have no flow run."""
 

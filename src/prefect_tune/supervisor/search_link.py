@@ -17,17 +17,6 @@ from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
 
-__all__ = [
-    "Answer",
-    "AnsweringLink",
-    "EntryWritten",
-    "InProcessLink",
-    "LatestReport",
-    "SearchLink",
-    "StepReported",
-    "TrialMessage",
-]
-
 Answer: TypeAlias = GoOn | Leave
 
 

@@ -21,9 +21,6 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 
-__all__ = ["AttemptRequest", "Reuse", "TrialSpec", "import_path", "pickled_or_path"]
-
-
 Reuse: TypeAlias = Literal["auto", "fork", "keep", "never"]
 """How trials share the import of their trainable's module.
 

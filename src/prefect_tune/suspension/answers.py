@@ -19,17 +19,6 @@ from prefect_tune.parameters.json_specs import stop_to_json
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
 
-__all__ = [
-    "HOW_TO_GO_ON",
-    "NewAnswers",
-    "about",
-    "chosen_before",
-    "new_answers",
-    "standing_of",
-    "stop_after",
-    "unjournaled",
-]
-
 HOW_TO_GO_ON = "how-to-go-on"
 """The subject of the form that asks how a suspended run continues, as opposed to a trial's question."""
 

@@ -20,8 +20,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.prefect_api.flow_runs.run_states import is_alive, is_started_by_hand
 from prefect_tune.supervisor.run_identity import current_owner
 
-__all__ = ["owner_after"]
-
 
 def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
     """Return the owner with which this run is to open the experiment.

@@ -19,8 +19,6 @@ from prefect_tune.core.models import metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.reporting.render_markdown import escaped
 
-__all__ = ["InputForm", "form_of_question", "form_of_search", "form_of_training", "page_of"]
-
 InputForm = type[RunInput]
 _MOST_STEPS = 20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.checks.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -32,7 +33,7 @@ def _standing(plan: SearchPlan, _state: Experiment) -> Standing:
 
 
 def _samples(plan: SearchPlan) -> int:
-    return plan.num_samples or (0 if plan.search is not None else samples_per_run.DEFAULT_SAMPLES)
+    return plan.num_samples or (0 if plan.search is not None else DEFAULT_SAMPLES)
 
 
 def _extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:

@@ -20,8 +20,6 @@ from prefect.states import Paused, Suspended
 from prefect_tune.prefect_api.flow_runs.run_states import in_order, is_resumed
 from prefect_tune.prefect_api.flow_runs.suspension import set_with_form, suspended_state
 
-__all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without", "pause_with"]
-
 _PREFIX = "prefect-tune-"
 _POLL_INTERVAL = timedelta(seconds=2)
 _LATER = {408, 429}

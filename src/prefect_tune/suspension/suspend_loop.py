@@ -34,16 +34,6 @@ from prefect_tune.task_retries import skip_prefect_introspection, with_retries
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
 
-__all__ = [
-    "STOPPED_HERE",
-    "ResumeQuestion",
-    "Turn",
-    "as_one_owner",
-    "first_turn",
-    "next_turn",
-    "take_over",
-]
-
 STOPPED_HERE = "stopped, as chosen on Resume"
 _PATIENCE = timedelta(days=30)
 

@@ -9,8 +9,6 @@ from prefect_tune.core.events.experiment_events import Questioned
 from prefect_tune.core.events.question_fields import Scalar, answer_to, default_of
 from prefect_tune.terminal.formatting import visible
 
-__all__ = ["asked_in_terminal"]
-
 _YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false", "0"})
 
 

@@ -21,8 +21,6 @@ from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, T
 from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
 
-__all__ = ["QUESTION", "code_changed", "follow_up"]
-
 
 def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str:
     """Return why the training cannot resume from the chosen checkpoint; empty if it can, or none was chosen."""

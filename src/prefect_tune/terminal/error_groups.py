@@ -10,8 +10,6 @@ from pathlib import PurePath
 from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 
-__all__ = ["error_of", "errors_by_cause", "names_of"]
-
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _NAMES = 3
 

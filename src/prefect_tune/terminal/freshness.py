@@ -10,8 +10,6 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.terminal.formatting import format_duration, parse_time
 
-__all__ = ["UNKNOWN", "Freshness", "format_moment", "freshness_of"]
-
 _MISSED = 3
 _SLACK = timedelta(seconds=5)
 """A live status is stale once this many updates are missing, and this time has passed beyond that."""

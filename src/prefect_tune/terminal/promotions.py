@@ -11,8 +11,6 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.rungs import ladder
 
-__all__ = ["Promotions", "TrialStanding", "promotions_of"]
-
 _MORE = 0.4
 
 

@@ -10,8 +10,6 @@ from statistics import fmean
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 from prefect_tune.terminal.promotions import Promotions, TrialStanding
 
-__all__ = ["AttemptTimes", "ExpectedWork", "seconds_left"]
-
 _MANY = 50
 """From this number of waiting trials per slot on, the slots are taken to end at the same time."""
 

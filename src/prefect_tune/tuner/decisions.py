@@ -15,8 +15,6 @@ from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy, is_saved, standing_decision
 
-__all__ = ["Decisions", "last_report"]
-
 
 class Decisions:
     """Asks the policy about each report at a milestone; the answer is sent once the decision is journaled."""

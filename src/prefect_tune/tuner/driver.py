@@ -33,7 +33,7 @@ from prefect_tune.executors.trial_executor import (
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.checks.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.decisions import Decisions, last_report
@@ -42,8 +42,6 @@ from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, trial_id
 from prefect_tune.tuner.stopping.stop_handling import Outside, Stopping
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
-
-__all__ = ["Driver"]
 
 _PATIENCE = timedelta(seconds=0.5)
 _STARTS_AT_ONCE = 8  # then trials that train get their answers: a start on a cluster takes some 30 ms of this process

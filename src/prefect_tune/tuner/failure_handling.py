@@ -23,12 +23,10 @@ from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.checks.limits import SearchLimits
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stopping.stop_handling import Stopping
-
-__all__ = ["FailureHandler"]
 
 _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 

@@ -12,10 +12,8 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import StepReport, leaves, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import StepReported
-
-__all__ = ["MetricCheck", "never_last"]
 
 _CERTAIN = 2
 """The number of trials without a metric that are no exception any more."""

@@ -10,10 +10,8 @@ from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal.formatting import format_counts, format_value, visible
-
-__all__ = ["log_opening"]
 
 _LONGEST = 400
 

@@ -12,8 +12,6 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.policy import SearchPolicy
 
-__all__ = ["PendingEntry"]
-
 _STATUS_DELAY = timedelta(seconds=2)
 """How long a changed status of a trial waits at most: long enough for the starts of all slots to share an entry."""
 

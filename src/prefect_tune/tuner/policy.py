@@ -15,8 +15,6 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 
-__all__ = ["ONLY_TRIAL", "SearchPolicy", "is_saved", "number_of", "standing_decision", "trial_id"]
-
 ONLY_TRIAL = "trial"
 """The id of the trial of a single training."""
 

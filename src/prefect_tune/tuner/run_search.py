@@ -53,7 +53,7 @@ from prefect_tune.prefect_api.task_runs.task_runner import max_workers_here
 from prefect_tune.results.results import Results
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled
@@ -73,8 +73,6 @@ from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.search_failure import failure_of
 from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
-
-__all__ = ["begun", "searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 

@@ -51,8 +51,6 @@ from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 
-__all__ = ["trained"]
-
 
 def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.

@@ -13,8 +13,6 @@ from prefect_tune.results.results import Results
 from prefect_tune.terminal.error_groups import errors_by_cause
 from prefect_tune.tuner.metric_check import never_last
 
-__all__ = ["failure_of"]
-
 _CAUSES = 3
 """Different errors in the message."""
 

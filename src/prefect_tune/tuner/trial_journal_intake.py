@@ -20,8 +20,6 @@ from prefect_tune.tasks.experiment_state import Opening, open_journal
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
-__all__ = ["TrialJournalMerger"]
-
 _TIMEOUT = timedelta(minutes=5)
 
 

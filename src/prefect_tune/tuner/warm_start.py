@@ -19,8 +19,6 @@ from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.existing_experiment import read_or_fail
 from prefect_tune.tasks.experiment_state import no_experiment_at
 
-__all__ = ["lessons_known", "new_lessons", "source_names"]
-
 _TIMEOUT = timedelta(minutes=5)
 
 

@@ -22,17 +22,6 @@ from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice, load_named
 from prefect_tune.runtime.trainable import require_trainable
 
-__all__ = [
-    "existing_limits",
-    "experiment_name",
-    "import_string",
-    "name_of",
-    "stopper_for",
-    "stopper_of_one_trial",
-    "storable_config",
-    "valid_trainable",
-]
-
 _SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 

@@ -14,11 +14,10 @@ from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
 from prefect_tune.parameters.checks.source_definitions import why_not_defined
 from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.supervisor.processes.process_channel import Log, TrialChannel
+from prefect_tune.supervisor.processes.process_channel import TrialChannel
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path, pickled_or_path
-
-__all__ = ["require_importable"]
 
 _CHECK = f"{require_loadable.__module__}:{require_loadable.__name__}"
 _PATIENCE = timedelta(seconds=0.5)

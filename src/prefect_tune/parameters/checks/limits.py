@@ -19,10 +19,8 @@ from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
-
-__all__ = ["SearchLimits", "require_possible", "warn_of_constants", "warn_of_limits"]
 
 
 @dataclass(frozen=True)

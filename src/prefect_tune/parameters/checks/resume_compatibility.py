@@ -11,23 +11,8 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, metric_in, plural
 from prefect_tune.parameters.checks.argument_checks import name_of
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
-
-__all__ = [
-    "CODE_TRAINS",
-    "CODE_UNUSED",
-    "code_note",
-    "require_code",
-    "require_goes_on",
-    "require_same",
-    "require_same_training",
-    "require_search",
-    "say_code",
-    "say_errored",
-    "say_space",
-    "settings_before_training",
-]
 
 CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
 CODE_UNUSED = (

@@ -9,8 +9,6 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["require_one_runner", "runner_elsewhere"]
-
 
 def runner_elsewhere() -> TaskRunner[Any] | None:
     """Return the flow's task runner; None if it is a thread pool of this process."""

@@ -8,8 +8,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
 from prefect.context import FlowRunContext
 
-__all__ = ["call_path"]
-
 
 def call_path() -> str:
     """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.

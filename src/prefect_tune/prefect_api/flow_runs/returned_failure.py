@@ -7,8 +7,6 @@ from typing import TypeVar, cast
 from prefect.context import FlowRunContext
 from prefect.states import Failed
 
-__all__ = ["failed_by"]
-
 _R = TypeVar("_R")
 
 

@@ -15,8 +15,6 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
 from prefect.settings import get_current_settings
 
-__all__ = ["in_order", "is_alive", "is_resumed", "is_started_by_hand"]
-
 _BY_A_PERSON = frozenset({StateType.PAUSED, StateType.FAILED, StateType.CANCELLED, StateType.COMPLETED})
 _RETRIED = "Retr"
 """Begins the messages of a retry: "Retry from the UI", "Retried via CLI"."""

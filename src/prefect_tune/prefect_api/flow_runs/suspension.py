@@ -19,8 +19,6 @@ from prefect.input import RunInput, keyset_from_paused_state
 
 from prefect_tune.prefect_api.compatibility import prefect_changed
 
-__all__ = ["ignoring_suspension", "is_suspended", "set_with_form", "suspended_state"]
-
 _FIELD = "flow_run_suspension_request"
 
 

@@ -33,8 +33,6 @@ from prefect.states import Crashed
 
 from prefect_tune.prefect_api.flow_runs.run_states import in_order, is_alive
 
-__all__ = ["set_crashed"]
-
 _TIMEOUT_SECONDS = 10.0
 _LOOK_AGAIN_SECONDS = 30.0
 _LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["RUN_TRIAL", "quiet_inner_tasks"]
-
 RUN_TRIAL = "run-trial"
 """The name of the task of an attempt: the log of its search says how it ended."""
 _ENGINE = "task_engine"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State
 
-__all__ = ["run_here", "run_to_state"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous, and opens a client.

@@ -10,8 +10,6 @@ import sys
 from prefect.context import FlowRunContext
 from prefect.task_runners import ThreadPoolTaskRunner
 
-__all__ = ["max_workers_here"]
-
 
 def max_workers_here() -> int | None:
     """Return `max_workers` of this flow's task runner, as given or set; None if it is unlimited, or no thread pool."""

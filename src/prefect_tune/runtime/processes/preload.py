@@ -36,8 +36,6 @@ from prefect_tune.runtime.processes.trial_process import (
     text_of,
 )
 
-__all__ = ["import_before_forking"]
-
 # These say in their documentation, or warn at each fork, that a fork of a process that has imported them may hang.
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.

@@ -10,8 +10,6 @@ from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table,
 from prefect_tune.core.models import flat, plural, shown_size
 from prefect_tune.stores.locations.checkpoint_location import LocalPlace, TargetPlace
 
-__all__ = ["checkpoint_html"]
-
 _OPENS = "with checkpoint.as_directory() as directory: ..."
 
 

@@ -25,8 +25,6 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.supervisor.processes.trial_environment import of_interpreter, of_trial
 
-__all__ = ["ForkServer", "ForkedProcess", "PendingFork", "fork_from", "message_of", "surroundings"]
-
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
 _WORDS_BYTES = 64

@@ -16,8 +16,6 @@ from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
 from prefect_tune.supervisor.processes.trial_environment import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.supervisor.trial_spec import Reuse
 
-__all__ = ["ForkServers", "TrialKind"]
-
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _GOODBYE = timedelta(seconds=5)

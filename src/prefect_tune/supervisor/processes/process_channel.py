@@ -21,8 +21,6 @@ from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessa
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
 from prefect_tune.supervisor.processes.trial_environment import added_to_this, of_trial
 
-__all__ = ["AS_IT_IS", "Log", "TrialChannel", "became", "trial_in_place", "trial_process"]
-
 AS_IT_IS: Mapping[str, str] = MappingProxyType({})
 """No variables besides this process's own."""
 _GOODBYE = timedelta(seconds=5)

@@ -18,8 +18,6 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, TypeAlias, cast
 
-__all__ = ["Log", "TrialLog", "TrialOutput"]
-
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)

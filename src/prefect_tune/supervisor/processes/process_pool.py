@@ -26,8 +26,6 @@ from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialCha
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 
-__all__ = ["TrialProcessPool"]
-
 _TRIES = 3
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from prefect_tune.runtime.processes.process_reset import READ_ONCE
 
-__all__ = ["added_to_this", "fixed_by_this", "of_interpreter", "of_trial", "read_at_start"]
-
 # The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 

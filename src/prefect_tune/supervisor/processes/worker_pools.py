@@ -11,8 +11,6 @@ from datetime import timedelta
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse
 
-__all__ = ["worker_pool"]
-
 _IDLE = timedelta(seconds=30)
 """How long a pool outlives its last attempt: the scheduler may send the search's next one to this worker."""
 

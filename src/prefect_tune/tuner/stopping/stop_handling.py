@@ -13,11 +13,9 @@ from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.checks.limits import SearchLimits
-from prefect_tune.supervisor.processes.process_channel import Log
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
-
-__all__ = ["Outside", "Stopping"]
 
 
 class Outside(Protocol):

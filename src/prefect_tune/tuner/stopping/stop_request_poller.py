@@ -15,8 +15,6 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.messages.stop_requests import StopRequest, delete_journaled, read_request
 
-__all__ = ["StopRequestPoller"]
-
 _SHORTEST_PERIOD, _LONGEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
 _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
