@@ -12,8 +12,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["broken"]
-
 _FOLLOWED = {"a": "href"}
 _LOADED = {"img": "src", "script": "src", "link": "href", "source": "src", "iframe": "src"}
 _TOLD = ("canonical", "alternate", "prev", "next")  # kinds of <link> that a browser does not load

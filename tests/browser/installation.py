@@ -22,8 +22,6 @@ from prefect.client.schemas.objects import FlowRun
 from prefect_tune.prefect_api.local_server import PrefectServer, start_prefect_server
 from tests.fakes.prefect_database import IN_MEMORY
 
-__all__ = ["Installation", "installed"]
-
 _POOL = "training"
 _MARK = "PREFECT_TUNE_TEST_INSTALLATION"
 _REPOSITORY = Path(__file__).parents[2]

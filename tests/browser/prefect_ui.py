@@ -11,8 +11,6 @@ from uuid import UUID
 
 from playwright.sync_api import Error, Locator, Page
 
-__all__ = ["DeploymentPage", "Form", "RunForm", "RunPage", "Ui"]
-
 _CONTROL = "textarea, input, [role=switch], .cm-content"
 _CLICKS = 30
 _BETWEEN_CLICKS_MS = 1_000

@@ -14,8 +14,6 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.trial_journal import trial_today
 
-__all__ = ["LINGERS_AT", "SAVED_EVERY", "STEPS", "Search", "until"]
-
 STEPS = 300
 SAVED_EVERY = 25
 LINGERS_AT = SAVED_EVERY + 1

@@ -8,8 +8,6 @@ import pytest
 
 import prefect_tune as pt
 
-__all__ = ["results_of_failed"]
-
 
 def results_of_failed(search: Callable[[], object]) -> pt.Results:
     """Call `search`, of which every trial has to error, and return its results."""

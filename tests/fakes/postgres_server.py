@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tests.fakes.processes import free_port
 
-__all__ = ["is_installed", "postgres_server"]
-
 _USER = "postgres"
 _START_SECONDS = 120
 Command = Callable[[Sequence[str]], Sequence[str]]

@@ -8,8 +8,6 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-__all__ = ["states_of_attempts"]
-
 
 def states_of_attempts(flow_run: str | UUID | None) -> Mapping[str, tuple[str | None, str | None]]:
     """Return name and message of the state of each attempt's task run, by the name of the run."""

@@ -31,8 +31,6 @@ from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.acting_crew import ActingCrew
 from tests.fakes.limits import limits_of
 
-__all__ = ["NAME", "Acted", "Troupe"]
-
 NAME = "e"
 NOTHING: Mapping[str, CheckpointRef] = MappingProxyType({})
 

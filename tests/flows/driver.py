@@ -18,8 +18,6 @@ from uuid import uuid4
 
 from tests.fakes.task_runners import dask, ray
 
-__all__ = ["Driver", "Drivers", "Flow", "Write", "until"]
-
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
 
 _MARK = "PREFECT_TUNE_TEST_DRIVER"

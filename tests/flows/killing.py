@@ -21,8 +21,6 @@ from tests.flows.driver import Driver, Drivers
 from tests.flows.training import Undisturbed, bytes_of_checkpoint, trial_at, undisturbed, violations
 from tests.trainables.witness import Told, told
 
-__all__ = ["Campaign", "Victim", "redone"]
-
 Victim = Literal["flow", "trial", "machine"]
 STEPS, INTERVAL = 60, 5
 _KILLS_PER_TRAINING = 5

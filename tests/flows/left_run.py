@@ -16,8 +16,6 @@ from prefect.states import AwaitingRetry
 
 from prefect_tune.suspension.suspend_flow_run import Shown, last_form, leave_with
 
-__all__ = ["LeftRun"]
-
 
 class LeftRun:
     """One that does in this process whatever it is to do."""

@@ -21,20 +21,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
-__all__ = [
-    "Undisturbed",
-    "bytes_of_checkpoint",
-    "entries_at",
-    "experiment_at",
-    "log_of_flow_run",
-    "objects_at",
-    "owners_at",
-    "state_of_flow_run",
-    "trial_at",
-    "undisturbed",
-    "violations",
-]
-
 TRIAL = "trial"
 _PATIENCE = timedelta(seconds=60)
 

@@ -16,8 +16,6 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.training import trial_at
 from tests.trainables.witness import told
 
-__all__ = ["Trouble", "listening"]
-
 _NAME = "troubled"
 _COUNTER = "tests.trainables.troublesome:Counter"
 

@@ -19,8 +19,6 @@ from prefect.events import Posture
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger
 
-__all__ = ["Ui", "eventually"]
-
 
 def eventually(what: str, holds: Callable[[], object], patience: timedelta = timedelta(seconds=150)) -> None:
     """Return as soon as it holds; fail when that takes longer than `patience`."""

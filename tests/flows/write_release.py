@@ -61,8 +61,6 @@ from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
 from prefect_tune.tasks.publish_results import read_curves
 from prefect_tune.tuner.stopping.send_stop_request import stop
 
-__all__ = ["KEY", "Release", "facts_of", "releases", "words_on"]
-
 KEY = "a key of no secret at all"
 """What the experiment `signed` is signed with."""
 OWNER = Owner(name="a test", host="machine", pid=1)

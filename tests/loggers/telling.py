@@ -10,8 +10,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["SEARCH", "errored", "finished", "killed", "report", "started", "trial"]
-
 SEARCH = SearchInfo("e", "file:///target", Objective(metrics=("loss",), modes=("min",)))
 CONFIG = {"lr": 0.1, "model": {"depth": 2}}
 
