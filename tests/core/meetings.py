@@ -13,7 +13,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.matrix import Explored
 from tests.core.population import Chronicle, Member, after_everybody_returned, own
-from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns
+from tests.core.turns import Choice, IsPoint, drawn, every_order, everywhere, in_turns
 from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.slow_store import SlowStore
@@ -151,7 +151,7 @@ def meet_in_every_order(
 
 def meet_at_random(scene: Scene, acts: Sequence[Act], seeds: Iterable[int], *, enough: int | None = None) -> Explored:
     """Let the acts meet in drawn orders of all their operations."""
-    return _drawn(scene, seeds, enough, lambda twin, seed: _met(twin, acts, drawn(seed), _everywhere))
+    return _drawn(scene, seeds, enough, lambda twin, seed: _met(twin, acts, drawn(seed), everywhere))
 
 
 def meet_dying(scene: Scene, acts: Sequence[Act], seeds: Iterable[int], *, enough: int | None = None) -> Explored:
@@ -160,7 +160,7 @@ def meet_dying(scene: Scene, acts: Sequence[Act], seeds: Iterable[int], *, enoug
     def meet(twin: Scene, seed: int) -> list[str]:
         rng = Random(seed)
         failing = [_failing(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
-        return _met(twin, failing, drawn(seed), _everywhere)
+        return _met(twin, failing, drawn(seed), everywhere)
 
     return _drawn(scene, seeds, enough, meet)
 
@@ -257,8 +257,3 @@ def late_writes(scene: Scene, act: Act, delays: Iterable[int | None], *, enough:
             if enough is not None and len(explored.broken) >= enough:
                 return explored
     return explored
-
-
-def _everywhere(method: str, path: str) -> bool:
-    del method, path
-    return True

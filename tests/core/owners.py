@@ -12,7 +12,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import Session, Witness
 from tests.core.invariants import after_recovery
 from tests.core.matrix import Explored
-from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns
+from tests.core.turns import Choice, IsPoint, drawn, every_order, everywhere, in_turns
 from tests.fakes.memory_store import MemoryStore
 
 Act = Callable[[Session], None]
@@ -115,7 +115,7 @@ def meet_at_random(old: Session, acts: Sequence[Act], seeds: Sequence[int], *, e
     explored = Explored()
     for seed in seeds:
         explored.points += 1
-        explored.broken += [f"seed {seed}: {each}" for each in _met(old, acts, drawn(seed), _everywhere)]
+        explored.broken += [f"seed {seed}: {each}" for each in _met(old, acts, drawn(seed), everywhere)]
         if enough is not None and len(explored.broken) >= enough:
             break
     return explored
@@ -136,8 +136,3 @@ def _process(old: Session, witness: Witness, act: Act) -> Callable[[ObjectStore]
             act(dataclasses.replace(old, store=store, witness=witness, waiting=list(old.waiting)))
 
     return run
-
-
-def _everywhere(method: str, path: str) -> bool:
-    del method, path
-    return True

@@ -220,6 +220,13 @@ class Member:
 # --------------------------------------------------------------------------------------- what must hold of all
 
 
+def newest(member: Member) -> CheckpointKey:
+    """Return the newest checkpoint of the trial, which has one."""
+    key = newest_key(member.key, member.trial)
+    assert key
+    return key
+
+
 def promises_broken(store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey]) -> list[str]:
     """Return every promise that what lies on `store` breaks; `journals` by the names of the trials."""
     try:

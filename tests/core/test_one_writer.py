@@ -20,7 +20,8 @@ from prefect_tune.core.operations.scrub import ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.meetings import Scene
-from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended, newest
+from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended
+from tests.core.population import newest
 from tests.core.small_search import search_of_three
 from tests.fakes.memory_store import MemoryStore, OneWriterStore
 

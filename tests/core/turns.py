@@ -129,3 +129,9 @@ class _Runner:
     def delete(self, paths: Sequence[str]) -> None:
         self._wait("delete", ", ".join(paths))
         self._inner.delete(paths)
+
+
+def everywhere(method: str, path: str) -> bool:
+    """Every call of the store is a point at which others may come between."""
+    del method, path
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -77,3 +77,10 @@ def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Exp
 
 def _write(store: ObjectStore, state: Experiment, *events: Event) -> Experiment:
     return append(store, state, events, next(_STAMPS))
+
+
+def after(state: Experiment, events: Sequence[Event]) -> Experiment:
+    """Return the experiment after these events, each an entry of its own."""
+    for event in events:
+        state = after_event(state, event, state.number + 1)
+    return state

@@ -111,11 +111,11 @@ class Family:
     def pids(self, name: str | None = None) -> list[int]:
         """Return those that live, or those of them that are called `name`."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        found = [pid for pid in pids if pid != os.getpid() and self._mark in _file_of(pid, "environ").split(b"\0")]
-        return [pid for pid in found if name is None or _file_of(pid, "comm") == f"{name}\n".encode()]
+        found = [pid for pid in pids if pid != os.getpid() and self._mark in file_of(pid, "environ").split(b"\0")]
+        return [pid for pid in found if name is None or file_of(pid, "comm") == f"{name}\n".encode()]
 
     def names(self) -> set[str]:
-        return {_file_of(pid, "comm").decode().strip() for pid in self.pids()}
+        return {file_of(pid, "comm").decode().strip() for pid in self.pids()}
 
     def one(self, name: str) -> int:
         """Return the only one of that name, once there is one: a fork has its parent's for a moment."""
@@ -158,7 +158,7 @@ def until(condition: Callable[[], object], *, seconds: float = 10, what: Callabl
 
 def children_of(pid: int) -> list[int]:
     """Return them, the dead ones that nobody has buried among them."""
-    return [int(child) for child in _file_of(pid, f"task/{pid}/children").split()]
+    return [int(child) for child in file_of(pid, f"task/{pid}/children").split()]
 
 
 def open_descriptors() -> int:
@@ -176,10 +176,10 @@ def nothing_left() -> Iterator[None]:
 
 
 def _shown(pid: int) -> str:
-    return f"{pid} {_file_of(pid, 'comm').decode().strip()} {_file_of(pid, 'cmdline').decode()[:80]!r}"
+    return f"{pid} {file_of(pid, 'comm').decode().strip()} {file_of(pid, 'cmdline').decode()[:80]!r}"
 
 
-def _file_of(pid: int, name: str) -> bytes:
+def file_of(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

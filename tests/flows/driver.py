@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 from tests.fakes.task_runners import dask, ray
+from tests.fakes.trial_processes import file_of
 
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
 
@@ -89,13 +90,13 @@ class Driver:
 
     def trials(self) -> Sequence[int]:
         """Return the processes that train, found by what they are, not by what the flow says."""
-        return [pid for pid in self.family() if _file_of(pid, "comm") == b"trial\n"]
+        return [pid for pid in self.family() if file_of(pid, "comm") == b"trial\n"]
 
     def family(self) -> Sequence[int]:
         """Return every process that descends from this one and lives, whoever its parent is by now."""
         mark = f"{_MARK}={self.mark}".encode()
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-        return [pid for pid in pids if pid != self.pid and mark in _file_of(pid, "environ").split(b"\0")]
+        return [pid for pid in pids if pid != self.pid and mark in file_of(pid, "environ").split(b"\0")]
 
     def require_no_leftovers(self) -> None:
         """Fail if a process that it started outlives it by more than a moment."""
@@ -113,13 +114,6 @@ class Driver:
         path = self.folder / "outcome.json"
         found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
-
-
-def _file_of(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""
 
 
 class Drivers:

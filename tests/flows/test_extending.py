@@ -14,12 +14,13 @@ from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Described, Event
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.events.experiment_events import Described
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.parameters.samples_per_run import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.flow_runs.call_path import call_path
 from prefect_tune.tasks.existing_experiment import read_known
+from tests.fakes.experiments import after
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
@@ -28,12 +29,6 @@ DIGITS = "tests.trainables.digits_table:DigitsTable"
 
 def planned(**options: Any) -> SearchPlan:
     return SearchPlan(trainable=DIGITS, target="/runs", metric="error", **options)
-
-
-def after(state: Experiment, events: Sequence[Event]) -> Experiment:
-    for event in events:
-        state = after_event(state, event, state.number + 1)
-    return state
 
 
 def begun(**options: Any) -> Experiment:

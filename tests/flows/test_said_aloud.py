@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.parameters.checks.limits import warn_of_constants
 from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
+from tests.fakes.experiments import after
 from tests.fakes.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
 
@@ -31,12 +32,6 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
     name = then.trainable.__name__
     added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
     return after(nothing_yet("e"), [Described(settings=then.settings), *added, *news])
-
-
-def after(state: Experiment, events: Sequence[Event]) -> Experiment:
-    for event in events:
-        state = after_event(state, event, state.number + 1)
-    return state
 
 
 def gave_up(*trials: str) -> list[Event]:

@@ -9,12 +9,11 @@ import pytest
 
 from prefect_tune.core.errors import AlreadyCommitted, CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.experiment import trial_transitions
-from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal import journal
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.layout import JournalKey
 from tests.core.meetings import (
     Act,
     Scene,
@@ -34,7 +33,7 @@ from tests.core.meetings import (
     without_a_clone,
 )
 from tests.core.mutate import Mutant
-from tests.core.population import Member, own, promises_broken
+from tests.core.population import Member, newest, own, promises_broken
 from tests.fakes.dying_store import Way
 from tests.fakes.memory_files import restored
 
@@ -45,12 +44,6 @@ Before = Callable[[JournalKey, JournalKey], Scene]
 
 SOURCE, CLONE = own("e", "s"), own("e", "c")
 ELSEWHERE = own("fork", "c")
-
-
-def newest(member: Member) -> CheckpointKey:
-    key = newest_key(member.key, member.trial)
-    assert key
-    return key
 
 
 def bytes_of(scene: Scene, member: Member) -> Mapping[str, bytes]:

@@ -23,7 +23,7 @@ from tests.core.mutate import Mutant
 from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
 from tests.core.operations.test_fork import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
-from tests.core.turns import Choice, IsPoint, drawn, in_turns
+from tests.core.turns import Choice, IsPoint, drawn, everywhere, in_turns
 from tests.fakes.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -183,11 +183,6 @@ def at_writes(method: str, path: str) -> bool:
 def at_looks(method: str, path: str) -> bool:
     """Nothing comes between an owner's look at the entry before its own, and its own entry."""
     return method == "delete" or (method == "size" and "/journal/" in path)
-
-
-def everywhere(method: str, path: str) -> bool:
-    del method, path
-    return True
 
 
 def after(turns: int, first: int) -> Choice:

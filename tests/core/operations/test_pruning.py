@@ -21,12 +21,11 @@ from tests.core.operations.test_trial_gc import (
     ended,
     given_up,
     given_up_only_there,
-    newest,
     not_resumed,
     reopened,
     training,
 )
-from tests.core.population import promises_broken
+from tests.core.population import newest, promises_broken
 from tests.fakes.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")

@@ -19,7 +19,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key, reused_from
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, reused_from
 from prefect_tune.core.messages.process_messages import GoOn
 from prefect_tune.core.messages.trial_replies import answer
 from prefect_tune.core.operations import checkpoint_gc
@@ -46,7 +46,7 @@ from tests.core.meetings import (
     without_a_clone,
 )
 from tests.core.mutate import break_lines
-from tests.core.population import Member, own, promises_broken
+from tests.core.population import Member, newest, own, promises_broken
 from tests.fakes.dying_store import WRITES, Way
 from tests.fakes.memory_files import restored
 
@@ -57,12 +57,6 @@ Before = Callable[[JournalKey, JournalKey], Scene]
 
 SOURCE, CLONE = own("e", "s"), own("e", "c")
 KEEPS = Retention(last=1)
-
-
-def newest(member: Member) -> CheckpointKey:
-    key = newest_key(member.key, member.trial)
-    assert key
-    return key
 
 
 def reopened(scene: Scene, name: str = "s") -> Member:

@@ -23,7 +23,7 @@ from tests.core.driver import KEY, NAME, Session
 from tests.core.invariants import violations
 from tests.core.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
 from tests.core.owners import old_owner
-from tests.core.population import Member, own
+from tests.core.population import newest, own
 from tests.core.turns import Choice, in_turns
 from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.memory_files import restored
@@ -145,12 +145,6 @@ def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[li
         scene = begun.again()
         reader, owner = partial(read, scene), partial(saves("s", times=3), scene)
         yield in_turns(scene.store, [reader, owner], second_after(operations), lambda _method, _path: True)
-
-
-def newest(member: Member) -> CheckpointKey:
-    key = newest_key(member.key, member.trial)
-    assert key
-    return key
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["look_for_garbage", "collect_from"])
