@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import boto3
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.storage.object_store import Listed
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.checkpoints import write
 from tests.fakes.command_line import Run
 from tests.fakes.experiments import write_experiment
@@ -55,6 +57,18 @@ def test_a_place_above_the_experiments_says_where_they_are(run: Run, tmp_path: P
     there = (tmp_path / "lab" / "team").as_uri()
     assert run("ls", tmp_path).out == f"{tmp_path}: no experiments; there are some at {there}\n"
     assert run("ls", tmp_path, "--json").out == "[]\n"
+
+
+def test_a_target_without_experiments_is_listed_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, list_it = list[str](), PosixStore.list
+
+    def counted(store: PosixStore, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        listed.append(prefix)
+        return list_it(store, prefix, after=after)
+
+    monkeypatch.setattr(PosixStore, "list", counted)
+    assert "no experiments" in run("ls", tmp_path).out
+    assert listed == [""]
 
 
 def test_a_misspelt_prefix_of_a_bucket_has_a_hint(run: Run, bucket: str, tmp_path: Path) -> None:
