@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
@@ -19,9 +22,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, StepReport
 from tests.fakes.memory_store import MemoryStore
 

@@ -17,7 +17,7 @@ from prefect import flow, task
 from prefect.futures import PrefectFuture
 
 from prefect_tune.prefect_api.task_runs.short_task_run import run_here
-from prefect_tune.task_retries import RETRYING
+from prefect_tune.storage_retries import RETRYING
 
 
 @task(task_run_name="empty {number}", **RETRYING)

@@ -18,7 +18,7 @@ from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.local_target import LocalTarget
 from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
-from prefect_tune.stores.locations.uri import read_uri
+from prefect_tune.stores.locations.open_location import read_uri
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"

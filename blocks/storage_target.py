@@ -15,7 +15,7 @@ from prefect_tune.blocks.target_check import TargetCheck, check_target
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.stores.locations.uri import Client, Location
+from prefect_tune.stores.locations.open_location import Client, Location
 
 _LEAST_KEY = 16
 

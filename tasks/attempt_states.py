@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
 from prefect_tune.supervisor.processes.process_output import Log

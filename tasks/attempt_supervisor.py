@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

@@ -14,18 +14,18 @@ from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
-from prefect_tune.core.events.experiment_events import CheckpointRef
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover
 from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.storage_retries import RETRYING, is_away, with_retries
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import RETRYING, is_away, with_retries
 
 _TIMEOUT_SECONDS = 1800.0
 _LOOK = timedelta(seconds=30)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import Superseded, TuneError
-from prefect_tune.core.events.experiment_events import CheckpointRef, Committed, Quarantined
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Committed, Quarantined
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.supervisor.processes.process_output import Log

@@ -26,22 +26,22 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, parent_of_next, reused_from
+from prefect_tune.core.journal_events.experiment_events import (
     Event,
     Finished,
     Reported,
     Retired,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.prefect_api.task_runs.short_task_run import run_here
+from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.commit_entry import (
     about_checkpoint,

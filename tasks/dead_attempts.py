@@ -10,9 +10,9 @@ from uuid import UUID
 from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
 
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.prefect_api.task_runs.dead_task_runs import set_crashed
 from prefect_tune.supervisor.run_identity import is_gone
 

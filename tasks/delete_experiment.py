@@ -8,12 +8,12 @@ from datetime import timedelta
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp, valid_name
 from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
-from prefect_tune.task_retries import RETRYING
 
 
 @dataclass(frozen=True, kw_only=True)

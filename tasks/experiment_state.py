@@ -20,19 +20,19 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import Event, Owner
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
-from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.storage_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
 from prefect_tune.tasks.dead_attempts import settle_dead_attempts
 
 _TIMEOUT_SECONDS = 120.0

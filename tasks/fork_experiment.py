@@ -19,20 +19,20 @@ from prefect_tune.core.errors import (
     StoreRefused,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import CheckpointRef, Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Owner
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.operations.fork import Fork, Past, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
-from prefect_tune.task_retries import RETRYING
 
 
 @dataclass(frozen=True, kw_only=True)

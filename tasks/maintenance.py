@@ -26,9 +26,9 @@ from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.storage_retries import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import RETRYING, with_retries
 
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8

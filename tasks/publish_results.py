@@ -18,8 +18,8 @@ from prefect_tune.core.journal.journal import history
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import Rows, delete_older_results, results_path
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.task_retries import RETRYING
 
 if TYPE_CHECKING:
     import pyarrow as pa

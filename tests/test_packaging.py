@@ -84,7 +84,7 @@ def test_opening_the_front_door_imports_nothing_heavy(tmp_path: Path) -> None:
     imported = set(python(code, cwd=tmp_path).split())
     assert imported & HEAVY == set()
     ours = {name for name in imported if name.startswith("prefect_tune")}
-    assert ours == {"prefect_tune", "prefect_tune.built_in"}
+    assert ours == {"prefect_tune", "prefect_tune.registry"}
     assert len(imported) < 10
 
 

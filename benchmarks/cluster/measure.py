@@ -16,8 +16,8 @@ from benchmarks.cluster.clusters import Cluster
 from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
 from benchmarks.cpu_group import CpuGroup, sampling
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Decided
 from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal_events.experiment_events import Decided
 from prefect_tune.stores.local.staging import transfer_pool
 
 __all__ = ["Disturbed", "Measured", "Memory", "disturbed", "undisturbed"]

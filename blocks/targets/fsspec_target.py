@@ -18,7 +18,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.uri import Client, Location, fsspec_store
+from prefect_tune.stores.locations.open_location import Client, Location, fsspec_store
 
 _ON_THIS_MACHINE = frozenset({"file", "local"})
 _IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed

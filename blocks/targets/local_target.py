@@ -17,7 +17,7 @@ from prefect_tune.blocks.strict_block import FILES_LOGO
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.uri import Client, Location
+from prefect_tune.stores.locations.open_location import Client, Location
 from prefect_tune.stores.posix.posix_store import open_folder
 from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
 

@@ -16,7 +16,7 @@ from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.uri import ENDPOINT_OPTIONS, Location
+from prefect_tune.stores.locations.open_location import ENDPOINT_OPTIONS, Location
 
 
 class ObjectTarget(StorageTarget, ABC):

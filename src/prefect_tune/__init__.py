@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from prefect_tune.built_in import BUILT_IN as _BUILT_IN
+from prefect_tune.registry import BUILT_IN as _BUILT_IN
 
 if TYPE_CHECKING:
     from prefect_tune.artifact_sync.syncer import Syncer

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import SaveOvertaken, StoreUnavailable
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.processes.process_output import Log

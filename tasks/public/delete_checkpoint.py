@@ -9,11 +9,11 @@ from prefect import task
 
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import CheckpointRef, Event, Retired
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_collectable, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Event, Retired
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.task_retries import RETRYING_REFUSALS
+from prefect_tune.storage_retries import RETRYING_REFUSALS
 from prefect_tune.tasks import checkpoints as engine
 from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.experiment_state import no_experiment_at

@@ -8,7 +8,9 @@ from typing import Any
 from prefect import task
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     Event,
@@ -18,10 +20,8 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import StepReport
-from prefect_tune.task_retries import RETRYING, RETRYING_REFUSALS, run_log
+from prefect_tune.storage_retries import RETRYING, RETRYING_REFUSALS, run_log
 from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments, TargetLike
 from prefect_tune.tasks.public.attempts import opening_events, trying_again, write
 from prefect_tune.tasks.public.ownership import own

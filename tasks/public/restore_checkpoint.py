@@ -10,15 +10,15 @@ from pathlib import Path
 from prefect import task
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, StoreRefused
-from prefect_tune.core.events.experiment_events import CheckpointRef
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.trial_journal import trial_today
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.storage_retries import RETRYING, run_log
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import RETRYING, run_log
 from prefect_tune.tasks.public.arguments import Directory, RestoreArguments, TargetLike
 from prefect_tune.tasks.public.results import RestoredCheckpoint, restored_checkpoint
 from prefect_tune.tasks.public.similar_names import similar_experiment, similar_name

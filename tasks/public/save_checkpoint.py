@@ -15,16 +15,16 @@ from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.comparison import has_same_files
 from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import AlreadyCommitted, InvalidInput, SaveOvertaken
-from prefect_tune.core.events.experiment_events import CheckpointRef, Event, Reported, Retired
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import is_overtaken, newest_checkpoint, parent_of_next, reused_from
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Event, Reported, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.storage_retries import RETRYING_REFUSALS, run_log
 from prefect_tune.stores.local.staging import StagedFiles
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import RETRYING_REFUSALS, run_log
 from prefect_tune.tasks import checkpoints as engine
 from prefect_tune.tasks.commit_entry import about_checkpoint, commit_entry, delete_retired, log_commit, log_damage
 from prefect_tune.tasks.public.arguments import Directory, SaveArguments, TargetLike

@@ -13,23 +13,23 @@ from prefect import task
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
 from prefect_tune.core.models import first_line
 from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.limits import require_possible
 from prefect_tune.parameters.checks.resume_compatibility import require_same_training
+from prefect_tune.parameters.checks.search_limits import require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.storage_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.task_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.tasks.public.arguments import TargetLike, TrialArguments
 from prefect_tune.tasks.public.attempts import trying_again, write

@@ -12,8 +12,8 @@ from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, newest_index
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events.experiment_events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.storage.documents import Document, seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import Owner, Retired
 from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import Owner, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Described, Owner
 from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import Described, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.stores.posix.posix_store import make_root
 from tests.fakes.command_line import Run

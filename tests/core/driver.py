@@ -13,7 +13,12 @@ from prefect_tune.core.checkpoints import commit as committing
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
     Committed,
     Event,
@@ -25,14 +30,9 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
-from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations import checkpoint_gc as collecting
-from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

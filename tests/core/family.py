@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefect_tune.core.errors import AlreadyCommitted, CheckpointNotFound, Superseded
-from prefect_tune.core.events.experiment_events import Absorbed, OneTrialsEvent, Opened, Owner, Quarantined, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
-from prefect_tune.core.operations.fork import begin_fork, fork, past_of
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    OneTrialsEvent,
+    Opened,
+    Owner,
+    Quarantined,
+    TrialAdded,
+)
+from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from tests.core.cut import cut_small

@@ -8,7 +8,10 @@ from functools import reduce
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment import segment_levels
+from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
@@ -18,9 +21,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import snapshot_levels
-from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
-from prefect_tune.core.journal import journal
 from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -37,7 +37,7 @@ def stamp(write_id: object) -> Stamp:
 def base(digits: int) -> Iterator[None]:
     """Segments as if people counted with so many fingers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_levels, "_BASE", digits)
+        patch.setattr(segment_levels, "_BASE", digits)
         yield
 
 

@@ -9,7 +9,18 @@ from hashlib import blake2b
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED,
+    Trial,
+    newest_checkpoint,
+    newest_key,
+    parent_of_next,
+    reused_from,
+)
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Cloned,
@@ -22,21 +33,10 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_transitions import (
-    ENDED,
-    Trial,
-    newest_checkpoint,
-    newest_key,
-    parent_of_next,
-    reused_from,
-)
-from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore

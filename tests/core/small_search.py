@@ -9,7 +9,11 @@ from itertools import count
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention, retired
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Adopted,
     CheckpointRef,
@@ -24,13 +28,9 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired
-from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.clone import clear
-from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.failure_policy import FailurePolicy, GiveUp, Quarantine, TryAgain, Verdict, verdict
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -16,10 +20,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import FailurePolicy, GiveUp, Quarantine, TryAgain, Verdict, verdict
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
-from prefect_tune.core.journal import journal
 from prefect_tune.core.models import Stamp
 from tests.core.driver import JOURNAL
 from tests.fakes.memory_store import MemoryStore

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
-from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import journal, read_entries, snapshots
+from prefect_tune.core.journal import journal, read_entries, segments
+from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, canonical_json, digest_of
 from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
 from tests.core.driver import JOURNAL, NAME
@@ -234,31 +234,31 @@ def renamed(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-class NewHead(snapshots._Head):
-    version: int = snapshots._Head.current_version + 1  # type: ignore[assignment]  # what a release raises
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {**snapshots._Head.upgrades, snapshots._Head.current_version: renamed}
+class NewHead(segments._Head):
+    version: int = segments._Head.current_version + 1  # type: ignore[assignment]  # what a release raises
+    upgrades: ClassVar[Mapping[int, Upgrade]] = {**segments._Head.upgrades, segments._Head.current_version: renamed}
 
 
 def test_a_segment_of_an_older_version_is_read_and_so_are_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     for number in range(5):
         state = appended(store, number)
-    data = snapshots.encode_segment(state)
-    assert [each.trial for each in snapshots.decode_segment(data, JOURNAL, 10).changed] == [f"t{at}" for at in range(5)]
+    data = segments.encode_segment(state)
+    assert [each.trial for each in segments.decode_segment(data, JOURNAL, 10).changed] == [f"t{at}" for at in range(5)]
 
-    monkeypatch.setattr(snapshots, "_Head", NewHead)
-    found = snapshots.decode_segment(data, JOURNAL, 10)
+    monkeypatch.setattr(segments, "_Head", NewHead)
+    found = segments.decode_segment(data, JOURNAL, 10)
     assert [each.trial for each in found.changed] == [f"trial-{at}" for at in range(5)]
     assert found.experiment.number == 10
-    assert json.loads(snapshots.encode_segment(state).partition(b"\n")[0])["version"] == NewHead.current_version
+    assert json.loads(segments.encode_segment(state).partition(b"\n")[0])["version"] == NewHead.current_version
     torn = data.replace(b'"t1"', b'"t2"')
     with pytest.raises(JournalCorrupt, match="its trials were altered"):
-        snapshots.decode_segment(torn, JOURNAL, 10)
+        segments.decode_segment(torn, JOURNAL, 10)
 
 
 def test_a_segment_of_an_older_version_whose_trials_are_no_json_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = b"no JSON\n"
-    head = snapshots._Head(since=0, digest_of_trials=digest_of(lines), experiment=nothing_yet(JOURNAL))
-    monkeypatch.setattr(snapshots, "_Head", NewHead)
+    head = segments._Head(since=0, digest_of_trials=digest_of(lines), experiment=nothing_yet(JOURNAL))
+    monkeypatch.setattr(segments, "_Head", NewHead)
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
-        snapshots.decode_segment(seal(head) + b"\n" + lines, JOURNAL, 10)
+        segments.decode_segment(seal(head) + b"\n" + lines, JOURNAL, 10)

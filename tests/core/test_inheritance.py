@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from prefect_tune.core.errors import CheckpointCorrupt, SaveOvertaken
-from prefect_tune.core.events.experiment_events import CheckpointRef, Committed, Quarantined, Reported
 from prefect_tune.core.experiment import experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Committed, Quarantined, Reported
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.scrub import read_one

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import Absorbed, CheckpointRef, Committed, Learned, Owner, Requeued
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    CheckpointRef,
+    Committed,
+    Learned,
+    Owner,
+    Requeued,
+)
 from prefect_tune.core.models import Value
 
 _CHECKPOINT = CheckpointRef(step=1, sequence=1)

@@ -23,15 +23,15 @@ from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.checkpoints.reverification import verify_read
 from prefect_tune.core.checkpoints.verified_reads import reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment import experiment as folding
+from prefect_tune.core.experiment import trial_transitions as trials
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     OneTrialsEvent,
     Pinned,
     Retired,
 )
-from prefect_tune.core.experiment import experiment as folding
-from prefect_tune.core.experiment import trial_transitions as trials
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.cut import cut_small

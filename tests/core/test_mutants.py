@@ -11,9 +11,9 @@ from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneEr
 from prefect_tune.core.experiment import experiment, trial_transitions
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
-from prefect_tune.core.journal import journal, snapshots
+from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.operations import checkpoint_gc
-from prefect_tune.core.recovery import adopt_orphans
+from prefect_tune.core.recovery import adopt_saves
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage import conditional_create
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -134,7 +134,7 @@ def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
     while state.number < entries:
         state = next_state(store, state, [trials[state.number // 4 % len(trials)]])
         if state.number != lost:
-            snapshots.write_due_segment(store, state)
+            segments.write_due_segment(store, state)
     return store
 
 
@@ -229,7 +229,7 @@ MUTANTS = {
         {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt, {adopt_orphans._find: {"manifest.about.attempt == trial.attempt": "True"}}
+        every_crash_of_a_second_attempt, {adopt_saves._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
@@ -258,11 +258,11 @@ MUTANTS = {
         segments_of_a_journal_that_was_deleted, {journal._require_last: {"if data is None or": "if False and"}}
     ),
     "believe segments of two histories": Mutant(
-        segments_of_two_histories, {snapshots.after_segment: {"if known.get": "if False and known.get"}}
+        segments_of_two_histories, {segments.after_segment: {"if known.get": "if False and known.get"}}
     ),
     "believe a segment that is torn": Mutant(
         every_torn_segment,
-        {snapshots.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
+        {segments.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "settle on opening": Mutant(
         every_death,

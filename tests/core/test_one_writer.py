@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.fork import begin_fork, past_of
+from prefect_tune.core.operations.fork_experiment import begin_fork, past_of
 from prefect_tune.core.operations.maintenance_state import Remembered, amended, leave_round
 from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.scrub import ScrubLimits, inspect

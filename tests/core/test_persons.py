@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.errors import JournalCorrupt
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Answered,
     AttemptEnded,
@@ -22,8 +24,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from tests.fakes.memory_store import MemoryStore

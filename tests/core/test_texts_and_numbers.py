@@ -12,10 +12,10 @@ import pytest
 
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.core.events.question_fields import answer_to, valid_fields
-from prefect_tune.core.events.trial_events import AttemptEnded
 from prefect_tune.core.experiment.trial_stoppers import MaxTime, as_stopper
+from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events.question_fields import answer_to, valid_fields
+from prefect_tune.core.journal_events.trial_events import AttemptEnded
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
 from prefect_tune.core.models import StepReport, canonical_json
 from prefect_tune.core.numbers import is_finite, is_number, shown

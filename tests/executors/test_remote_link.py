@@ -13,8 +13,8 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer

@@ -6,7 +6,7 @@ import re
 from inspect import getdoc
 from typing import get_args
 
-from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.core.notifications import prefect_events
 from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -21,8 +23,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.events.experiment_events import Described, Owner
 from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import Described, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.stores.posix.posix_store import make_root
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from types import MappingProxyType
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import CheckpointRef
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -21,7 +21,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.checks.limits import SearchLimits
+from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter, Writer
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec

@@ -11,9 +11,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events.experiment_events import Event, Finished, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Event, Finished, Started, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
@@ -87,7 +87,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
         return real(target, **options)
 
     monkeypatch.setattr(LocalTarget, "open", away_once)
-    monkeypatch.setattr("prefect_tune.task_retries.time.sleep", lambda _: None)
+    monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", lambda _: None)
     state = Acted(local_target, samples=1).run()
     assert state.trial("00000").status is Status.COMPLETED
 

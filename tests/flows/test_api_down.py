@@ -13,8 +13,8 @@ from prefect.client.schemas.filters import FlowRunFilter
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.search.domains import grid_search
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.driver import Driver, Drivers, until

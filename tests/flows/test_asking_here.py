@@ -19,7 +19,7 @@ from prefect.states import Cancelled
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Questioned
+from prefect_tune.core.journal_events.experiment_events import Questioned
 from prefect_tune.suspension import suspend_flow_run
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from tests.flows.driver import Drivers, until

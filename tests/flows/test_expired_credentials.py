@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import task_retries
+from prefect_tune import storage_retries
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -126,7 +126,7 @@ def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(
 def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
     monkeypatch.setattr(save_checkpoint, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600) as server:
         with pytest.raises(StoreRefused, match="expired"):
@@ -141,7 +141,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
 def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
     for task in (save_checkpoint, run_trial, sync_experiment_state):
         monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:

@@ -14,8 +14,8 @@ from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Described
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Described
 from prefect_tune.parameters.samples_per_run import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.flow_runs.call_path import call_path

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from prefect.exceptions import Pause
 
-from prefect_tune.core.events.experiment_events import Answered, Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Answered, Owner
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore

@@ -12,7 +12,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import JournalCorrupt
-from prefect_tune.core.events.experiment_events import Started
+from prefect_tune.core.journal_events.experiment_events import Started
 from prefect_tune.core.storage.documents import Document, unseal
 from tests.flows.training import entries_at, trial_at
 from tests.flows.write_release import KEY, Release, facts_of, releases, words_on

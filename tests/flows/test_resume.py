@@ -12,9 +12,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
-from prefect_tune.core.events.experiment_events import Decided, Described
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Decided, Described
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment

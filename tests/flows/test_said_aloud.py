@@ -10,10 +10,10 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.parameters.checks.limits import warn_of_constants
+from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
+from prefect_tune.parameters.checks.search_limits import warn_of_constants
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.experiments import after
 from tests.fakes.failed_searches import results_of_failed

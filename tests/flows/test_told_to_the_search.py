@@ -11,7 +11,8 @@ import optuna
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     Decided,
     Event,
@@ -21,7 +22,6 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop

@@ -11,11 +11,11 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.events.experiment_events import Opened, Owner, Reported
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.journal_events.experiment_events import Opened, Owner, Reported
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.recovery.restore import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink

@@ -29,7 +29,10 @@ from prefect.testing.utilities import prefect_test_harness
 
 import prefect_tune as pt
 from prefect_tune.core.checkpoints.artifact_index import newest_index
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal_events.experiment_events import (
     Answered,
     Described,
     Event,
@@ -42,9 +45,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal import journal
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.messages.trial_replies import answer, read_answer

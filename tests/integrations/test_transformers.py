@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Hearing, heard, log_to, start_of

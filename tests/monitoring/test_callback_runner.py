@@ -13,10 +13,17 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, CheckpointRef, Finished, GaveUp, Started
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Finished,
+    GaveUp,
+    Started,
+)
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.stores.posix.posix_store import PosixStore

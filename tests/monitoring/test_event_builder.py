@@ -11,7 +11,10 @@ from uuid import UUID
 import pytest
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -30,9 +33,6 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps
 from prefect_tune.core.models import Digest, StepReport
 from prefect_tune.core.notifications.health import Budget
 from prefect_tune.core.search.objective import objective_of

@@ -23,8 +23,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Owner, TrialAdded
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import Owner, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
 from prefect_tune.monitoring.artifact_publisher import (

@@ -15,8 +15,8 @@ from threading import Event
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.supervisor.search_link import StepReported

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -23,8 +25,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Objective

@@ -9,7 +9,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial_status import Status
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -20,7 +21,6 @@ from prefect_tune.core.events.experiment_events import (
     Requeued,
     Started,
 )
-from prefect_tune.core.experiment.trial_status import Status
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.reporting.charts.axes import fitted

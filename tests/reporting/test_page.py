@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     CheckpointRef,
     Committed,
@@ -21,7 +22,6 @@ from prefect_tune.core.events.experiment_events import (
     Owner,
     StopAsked,
 )
-from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import facts_of

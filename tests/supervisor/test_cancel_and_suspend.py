@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune import task_retries
+from prefect_tune import storage_retries
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.storage_retries import may_pass, retrying_refusals, with_retries
 from prefect_tune.supervisor import cancel_and_suspend
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.task_retries import may_pass, retrying_refusals, with_retries
 
 
 class FlowTimedOut(TimeoutError):
@@ -69,7 +69,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
 def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_retries, "_PAUSES_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (60.0, 60.0))
     monkeypatch.setattr(cancel_and_suspend, "_LAST_WORDS", timedelta(seconds=0.1))
     ended, found = threading.Event(), []
 

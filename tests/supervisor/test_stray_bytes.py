@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import Questioned
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import Questioned
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal

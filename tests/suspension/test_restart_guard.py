@@ -16,8 +16,8 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Suspended
 
 from prefect_tune.core.errors import CrashLoop
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.suspension.restart_guard import owner_after
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

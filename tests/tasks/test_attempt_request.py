@@ -18,7 +18,10 @@ from prefect.logging import disable_run_logger
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import StoreUnavailable, Superseded
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -36,9 +39,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.base import Exploit
@@ -54,7 +54,7 @@ from prefect_tune.tasks.trial_attempt import AttemptResult
 
 module = importlib.import_module("prefect_tune.tasks.trial_attempt")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
-transient = importlib.import_module("prefect_tune.task_retries")
+transient = importlib.import_module("prefect_tune.storage_retries")
 
 TRIAL, SOURCE = "00000", "00001"
 EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")

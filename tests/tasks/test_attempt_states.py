@@ -6,7 +6,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Question
 from prefect_tune.tasks.attempt_states import state_of
 from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded

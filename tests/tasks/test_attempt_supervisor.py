@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,

@@ -15,7 +15,11 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal.journal import append, history, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -27,11 +31,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.events.journal_entry import Entry
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import append, history, load, take_over
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.operations.scrub import read_one

@@ -24,8 +24,8 @@ from prefect.states import Completed, Crashed, Running, Scheduled
 from prefect.types import DateTime
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.prefect_api.task_runs import dead_task_runs
 from prefect_tune.tasks.dead_attempts import attempts_of, settle_dead_attempts
 from prefect_tune.tasks.trial_attempt import run_trial

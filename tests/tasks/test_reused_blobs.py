@@ -12,8 +12,8 @@ import pytest
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.errors import StoreUnavailable, Superseded
-from prefect_tune.core.events.experiment_events import Cause, Committed, Quarantined
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.journal_events.experiment_events import Cause, Committed, Quarantined
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_entry

@@ -6,7 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -19,11 +21,9 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Phase, Status, newest_checkpoint
 from prefect_tune.core.models import StepReport
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
-from prefect_tune.terminal.promotions import Promotions
+from prefect_tune.terminal.promotion_estimate import Promotions
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 

@@ -12,7 +12,10 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -24,9 +27,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective

@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Event,
     Finished,
@@ -20,7 +21,6 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective

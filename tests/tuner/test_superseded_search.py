@@ -9,10 +9,10 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable, Superseded
-from prefect_tune.core.events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
+from prefect_tune.core.journal_events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective

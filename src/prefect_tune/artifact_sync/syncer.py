@@ -20,7 +20,7 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.task_retries import may_pass
+from prefect_tune.storage_retries import may_pass
 
 _LONGEST_PAUSE_SECONDS = 60.0
 HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded)

@@ -13,8 +13,8 @@ from typing import Self
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.events.experiment_events import Started
 from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal_events.experiment_events import Started
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore

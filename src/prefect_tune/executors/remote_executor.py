@@ -16,9 +16,9 @@ from typing import Protocol, TypeAlias
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.events.experiment_events import Opened, Reported, Started
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.journal_events.experiment_events import Opened, Reported, Started
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.layout import TrialKey
@@ -26,10 +26,10 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.live_status_reader import LiveStatusReader
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import experiment_id
 
 _REQUEST = timedelta(seconds=60)

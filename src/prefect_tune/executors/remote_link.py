@@ -12,8 +12,8 @@ from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
-from prefect_tune.core.events.experiment_events import Event, Started
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import Event, Started
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.events.experiment_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.models import StepReport, flat
 from prefect_tune.loggers.folder_logger import require_package
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from prefect_tune.core.events.experiment_events import Finished, GaveUp, Started
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import Finished, GaveUp, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger
 

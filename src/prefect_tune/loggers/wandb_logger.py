@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.events.experiment_events import Finished, GaveUp, Started
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import Finished, GaveUp, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
 from prefect_tune.loggers.json_logger import JSONRows

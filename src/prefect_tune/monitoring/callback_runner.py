@@ -19,7 +19,10 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Committed,
     Event,
@@ -28,10 +31,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.events.journal_entry import Entry
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.notifications.callback_delivery import (
     CallbackState,
@@ -42,11 +42,11 @@ from prefect_tune.core.notifications.callback_delivery import (
 )
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.task_retries import with_retries
 
 _TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID, uuid5
 
-from prefect_tune.core.events.experiment_events import Absorbed, Event, Reported, StopAsked, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.journal_events.experiment_events import Absorbed, Event, Reported, StopAsked, TrialAdded
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
 from prefect_tune.core.notifications.prefect_events import (

@@ -23,9 +23,9 @@ from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.notifications.prefect_events import (
     ExperimentFailed,
     ExperimentSuperseded,

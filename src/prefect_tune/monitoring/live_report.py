@@ -12,11 +12,11 @@ from prefect.utilities.urls import url_for
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
-from prefect_tune.core.events.experiment_events import Event, Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import StepReport, digest_of
 from prefect_tune.monitoring.artifact_publisher import (
     ArtifactContent,
@@ -30,10 +30,10 @@ from prefect_tune.reporting.history import ExperimentHistory, HistoryView, histo
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import report_input_of
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.task_retries import with_retries
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_search, share_of_trial
 

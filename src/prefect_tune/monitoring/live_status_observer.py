@@ -9,7 +9,9 @@ from typing import Self
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Event,
@@ -21,8 +23,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver

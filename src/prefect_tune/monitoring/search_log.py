@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
+from prefect_tune.core.experiment.ranking import Losses, losses_in, ranked
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     Cloned,
@@ -15,10 +19,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.ranking import Losses, losses_in, ranked
-from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.search.objective import Objective

@@ -10,9 +10,9 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import Curves
+from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
@@ -21,9 +21,9 @@ from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 

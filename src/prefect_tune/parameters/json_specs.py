@@ -1,6 +1,6 @@
 """JSON of schedulers, searches and stoppers, for forms, deployments and the journal: `{"ASHA": {"max_t": 81}}`.
 
-`prefect_tune.built_in` lists the classes that have one. Their options are the fields of the dataclass; its metadata
+`prefect_tune.registry` lists the classes that have one. Their options are the fields of the dataclass; its metadata
 holds an example of each option for messages, and says which are spaces, or times, named `time_seconds` in JSON.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, cast
 
 import prefect_tune
-from prefect_tune.built_in import BUILT_IN
 from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, Stopper
@@ -20,6 +19,7 @@ from prefect_tune.core.models import canonical_json
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.registry import BUILT_IN
 
 _MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 

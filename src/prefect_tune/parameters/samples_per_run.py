@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import Extended
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import Extended
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.summary import counted, is_search, shown_settings
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.reporting.report_input import ReportInput

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -26,7 +26,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.events.journal_entry import Entry
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 

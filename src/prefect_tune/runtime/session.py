@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.question_fields import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.journal_events.question_fields import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

@@ -16,7 +16,7 @@ from prefect_tune.core.messages.process_messages import Question, TrialEnded
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
-    from prefect_tune.core.events.question_fields import Scalar
+    from prefect_tune.core.journal_events.question_fields import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
 
 

@@ -16,7 +16,7 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
-from prefect_tune.task_retries import retrying_until
+from prefect_tune.storage_retries import retrying_until
 
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or after the grace period.

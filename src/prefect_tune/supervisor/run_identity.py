@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from prefect.runtime import flow_run, task_run
 
-from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 
 _PROCESS = uuid4().hex[:8]

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
 from prefect_tune.core.models import StepReport
 from prefect_tune.supervisor.processes.process_channel import TrialChannel

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import Answered, Questioned
-from prefect_tune.core.events.question_fields import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
+from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
+from prefect_tune.core.journal_events.question_fields import answer_to
 from prefect_tune.core.models import digest_of
 from prefect_tune.parameters.checks.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json

@@ -8,13 +8,13 @@ from typing import Any, Literal, cast
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from prefect_tune.core.events.experiment_events import Questioned
-from prefect_tune.core.events.question_fields import default_of, valid_fields
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
 from prefect_tune.core.experiment.resume_options import Standing
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import Questioned
+from prefect_tune.core.journal_events.question_fields import default_of, valid_fields
 from prefect_tune.core.models import metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.reporting.render_markdown import escaped

@@ -10,11 +10,11 @@ from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.checks.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.call_path import call_path
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.suspension.answers import standing_of, stop_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_search, page_of
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import ResumeQuestion, Turn, first_turn
-from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.existing_experiment import read_known
 
 

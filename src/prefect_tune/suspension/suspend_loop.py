@@ -15,14 +15,15 @@ from prefect.runtime import flow_run
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
-from prefect_tune.core.events.experiment_events import Answered, Questioned
-from prefect_tune.core.events.question_fields import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
+from prefect_tune.core.journal_events.question_fields import answer_to
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.suspension import is_suspended
+from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
 from prefect_tune.supervisor.cancel_and_suspend import send_log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
@@ -30,7 +31,6 @@ from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
-from prefect_tune.task_retries import skip_prefect_introspection, with_retries
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
 

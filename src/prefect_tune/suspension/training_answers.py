@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
+from prefect_tune.core.journal_events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import standing_of, stop_after, unjournaled
 from prefect_tune.suspension.resume_forms import InputForm, form_of_training, page_of
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, Turn
-from prefect_tune.task_retries import skip_prefect_introspection
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
 
 

@@ -8,7 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.ranking import ranked
+from prefect_tune.core.experiment.trial_status import status_label
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Decided,
@@ -22,15 +26,11 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import ranked
-from prefect_tune.core.experiment.trial_status import status_label
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import parse_time
-from prefect_tune.terminal.promotions import Promotions, TrialStanding
+from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding
 from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
 
 _NOTES = 50

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
-from prefect_tune.terminal.promotions import Promotions, TrialStanding
+from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding
 
 _MANY = 50
 """From this number of waiting trials per slot on, the slots are taken to end at the same time."""

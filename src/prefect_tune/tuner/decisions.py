@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import assert_never
 
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.events.experiment_events import Decided, Finished, Paused, Resumed
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal_events.experiment_events import Decided, Finished, Paused, Resumed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop

@@ -10,7 +10,9 @@ from datetime import timedelta
 from typing import assert_never
 
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, TuneError
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     Event,
     Finished,
@@ -18,8 +20,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import TrialKey
@@ -31,7 +31,7 @@ from prefect_tune.executors.trial_executor import (
     have_ended,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.parameters.checks.limits import SearchLimits
+from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported

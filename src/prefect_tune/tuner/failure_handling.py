@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
-from prefect_tune.core.events.experiment_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
     GiveUp,
@@ -19,10 +18,11 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
-from prefect_tune.parameters.checks.limits import SearchLimits
+from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from prefect_tune.core.did_you_mean import did_you_mean, nearest
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.events.experiment_events import Event, Finished, Reported, Started, events_in
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Event, Finished, Reported, Started, events_in
 from prefect_tune.core.models import StepReport, leaves, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.search_observer import SearchObserver

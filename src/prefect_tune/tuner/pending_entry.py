@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.policy import SearchPolicy

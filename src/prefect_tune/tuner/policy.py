@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefect_tune.core.events.experiment_events import Lesson
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import Lesson
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion

@@ -13,11 +13,11 @@ from prefect.logging import get_run_logger
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.journal_events.experiment_events import Described, Event
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
@@ -33,7 +33,6 @@ from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
 from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.limits import SearchLimits, require_possible, warn_of_constants, warn_of_limits
 from prefect_tune.parameters.checks.resume_compatibility import (
     CODE_TRAINS,
     CODE_UNUSED,
@@ -44,6 +43,12 @@ from prefect_tune.parameters.checks.resume_compatibility import (
     say_space,
     settings_before_training,
 )
+from prefect_tune.parameters.checks.search_limits import (
+    SearchLimits,
+    require_possible,
+    warn_of_constants,
+    warn_of_limits,
+)
 from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.prefect_api.flow_runs.call_path import call_path
@@ -51,6 +56,7 @@ from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
 from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
 from prefect_tune.prefect_api.task_runs.task_runner import max_workers_here
 from prefect_tune.results.results import Results
+from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
@@ -59,18 +65,17 @@ from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
-from prefect_tune.task_retries import retrying_refusals
 from prefect_tune.tasks.existing_experiment import read_known, require_presence
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
-from prefect_tune.terminal.promotions import promotions_of
+from prefect_tune.terminal.promotion_estimate import promotions_of
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
 from prefect_tune.tuner.opening_summary import log_opening
 from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.search_failure import failure_of
 from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
 

@@ -32,10 +32,11 @@ from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.limits import SearchLimits, require_possible
 from prefect_tune.parameters.checks.resume_compatibility import require_same_training
+from prefect_tune.parameters.checks.search_limits import SearchLimits, require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
+from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
@@ -43,7 +44,6 @@ from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
 from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
-from prefect_tune.task_retries import retrying_refusals
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough

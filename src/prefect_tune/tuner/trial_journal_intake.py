@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events.experiment_events import Absorbed, Event, Opened
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
+from prefect_tune.core.journal_events.experiment_events import Absorbed, Event, Opened
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten
-from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.experiment_state import Opening, open_journal
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy

@@ -8,14 +8,14 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
-from prefect_tune.core.events.experiment_events import Learned, Lesson
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
 from prefect_tune.core.models import StepReport, canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.task_retries import with_retries
 from prefect_tune.tasks.existing_experiment import read_or_fail
 from prefect_tune.tasks.experiment_state import no_experiment_at
 

@@ -12,17 +12,6 @@ from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events.experiment_events import (
-    Absorbed,
-    Cause,
-    CheckpointRef,
-    Cloned,
-    Event,
-    QuarantinedCheckpoint,
-    Reported,
-    Started,
-)
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment_stoppers import TimeBudget
 from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,
@@ -38,6 +27,17 @@ from prefect_tune.core.experiment.learning_curves import Curves, curve
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxSteps, MaxTime, Never, Plateau, Stopper, as_stopper
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Event,
+    QuarantinedCheckpoint,
+    Reported,
+    Started,
+)
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial_status import Phase, Status, status_label
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     Finished,
@@ -16,8 +18,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     StopAsked,
 )
-from prefect_tune.core.experiment.trial_status import Phase, Status, status_label
-from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.schedulers.base import Continue, Pause, Stop
 from tests.fakes.told_searches import Telling
 

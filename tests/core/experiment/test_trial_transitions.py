@@ -8,7 +8,17 @@ from typing import get_args
 import pytest
 
 from prefect_tune.core.errors import IllegalTransition
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial_transitions import (
+    Phase,
+    Trial,
+    after,
+    is_held,
+    is_live,
+    newest_checkpoint,
+    newest_key,
+    with_adopted,
+)
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -34,16 +44,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     Retired,
     Started,
-)
-from prefect_tune.core.experiment.trial_transitions import (
-    Phase,
-    Trial,
-    after,
-    is_held,
-    is_live,
-    newest_checkpoint,
-    newest_key,
-    with_adopted,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue

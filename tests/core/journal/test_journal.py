@@ -13,7 +13,10 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     Superseded,
 )
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
@@ -24,10 +27,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.events.journal_entry import Entry
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey

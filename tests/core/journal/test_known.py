@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.storage.object_store import Listed
 from tests.core.driver import JOURNAL
 from tests.core.histories import ME, next_state, opened, stamp

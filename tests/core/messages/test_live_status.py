@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    Event,
+    Opened,
+    Owner,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.messages.live_status import (
     LiveStatus,
     RunningTrial,

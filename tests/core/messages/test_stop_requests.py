@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     Event,
     Finished,
@@ -15,7 +16,6 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.messages.stop_requests import (
     StopRequest,
     ask,

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.events.experiment_events import CheckpointRef, Committed, Finished, Reported, Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
+    CheckpointRef,
+    Committed,
+    Finished,
+    Reported,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.search.objective import objective_of

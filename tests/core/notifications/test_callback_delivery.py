@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -14,7 +14,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.events.journal_entry import Entry
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.callback_delivery import Delivered, DeliveryTracker
 

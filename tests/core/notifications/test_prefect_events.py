@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -27,8 +29,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.prefect_events import (
     LifecycleEvent,

@@ -16,7 +16,10 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -24,11 +27,8 @@ from prefect_tune.core.events.experiment_events import (
     Quarantined,
     Reported,
 )
-from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal import journal
 from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
-from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Session, Witness

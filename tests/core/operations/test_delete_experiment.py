@@ -15,16 +15,16 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.journal.journal import load, read, take_over
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone, newest_of, settle
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.fork import begin_fork, fork, past_of
+from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
-from tests.core.operations.test_fork import forked
+from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore

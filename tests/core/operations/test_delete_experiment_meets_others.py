@@ -11,17 +11,17 @@ from functools import cache
 import pytest
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.journal.journal import load, read, take_over
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.operations import delete_experiment
-from prefect_tune.core.operations import fork as forking
+from prefect_tune.core.operations import fork_experiment as forking
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.matrix import Explored
 from tests.core.mutate import Mutant
 from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
-from tests.core.operations.test_fork import forked
+from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.core.turns import Choice, IsPoint, drawn, everywhere, in_turns
 from tests.fakes.memory_store import MemoryStore

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events.experiment_events import Adopted, Owner
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal.tolerant_read import Unreadable
+from prefect_tune.core.journal_events.experiment_events import Adopted, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.maintenance_state import (
     NOTHING_YET,

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment import trial_transitions
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, reused_from
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     Event,
@@ -17,9 +20,6 @@ from prefect_tune.core.events.experiment_events import (
     Requeued,
     Retired,
 )
-from prefect_tune.core.experiment import trial_transitions
-from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, reused_from
 from prefect_tune.core.messages.process_messages import GoOn
 from prefect_tune.core.messages.trial_replies import answer
 from prefect_tune.core.operations import checkpoint_gc

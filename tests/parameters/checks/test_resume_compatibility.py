@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import Described, Event, Owner, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import Described, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.checks.resume_compatibility import require_search
 from tests.fakes.memory_store import MemoryStore

@@ -24,7 +24,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.uri import fsspec_store
+from prefect_tune.stores.locations.open_location import fsspec_store
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.racers import winners
 from tests.fakes.slow_stores import HangsInConstructor, MoodyStore

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import experiment_state
 from prefect_tune.tasks.public import ownership, save_checkpoint

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events.experiment_events import TrialAdded
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.journal_events.experiment_events import TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.storage.layout import TrialKey
@@ -178,7 +178,7 @@ def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
 @pytest.mark.parametrize("way", [Way.REPLY_LOST, Way.UNAVAILABLE])
 def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = caller.bucket
-    monkeypatch.setattr("prefect_tune.task_retries._PAUSES_SECONDS", (0.0,) * 7)
+    monkeypatch.setattr("prefect_tune.storage_retries._PAUSES_SECONDS", (0.0,) * 7)
     for nth in range(1, points(caller, None) + 1):
         caller.experiment = f"e-{nth}"
         caller.on(DyingStore(bucket, nth, way)).begin("first")

@@ -13,13 +13,18 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.terminal.formatting import visible
 
 _WRONG_USAGE = 2
-PANELS = {"start": "Getting started", "search": "Search", "look": "Inspect", "bytes": "Checkpoints and storage"}
+PANELS = {
+    "getting_started": "Getting started",
+    "search": "Search",
+    "inspect": "Inspect",
+    "storage": "Checkpoints and storage",
+}
 """The panels of the help: the folder of their commands, and their title."""
 COMMANDS: Mapping[str, Sequence[str]] = {
-    "start": ("demo", "blocks"),
+    "getting_started": ("demo", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
-    "look": ("ls", "show", "report"),
-    "bytes": ("checkpoints", "verify", "export", "gc", "maintain"),
+    "inspect": ("ls", "show", "report"),
+    "storage": ("checkpoints", "verify", "export", "gc", "maintain"),
 }
 """The commands of each panel, in the order of the help: the command NAME is in the module `cli/PANEL/NAME.py`."""
 _ORDER = [name for names in COMMANDS.values() for name in names]

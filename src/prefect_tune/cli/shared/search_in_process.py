@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from prefect_tune.cli.look.show import show_search
+from prefect_tune.cli.inspect.show import show_search
 from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.messages.live_status import ExperimentView

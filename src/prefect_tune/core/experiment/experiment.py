@@ -8,7 +8,18 @@ from typing import TypeVar, assert_never
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.segment_levels import boundaries, is_boundary
+from prefect_tune.core.experiment.trial_map import TrialMap
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED,
+    Happening,
+    Phase,
+    Trial,
+    after,
+    is_overtaken,
+    with_adopted,
+)
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Adopted,
     Answered,
@@ -32,18 +43,7 @@ from prefect_tune.core.events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.events.journal_entry import Entry
-from prefect_tune.core.experiment.snapshot_levels import boundaries, is_boundary
-from prefect_tune.core.experiment.trial_map import TrialMap
-from prefect_tune.core.experiment.trial_transitions import (
-    ENDED,
-    Happening,
-    Phase,
-    Trial,
-    after,
-    is_overtaken,
-    with_adopted,
-)
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value, without_unset
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.storage.layout import JournalKey, journal_key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefect_tune.core.events.experiment_events import Cloned, Event, Reported, Started, events_in
-from prefect_tune.core.events.journal_entry import Entry
+from prefect_tune.core.journal_events.experiment_events import Cloned, Event, Reported, Started, events_in
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 
 __all__ = ["Curves", "curve"]

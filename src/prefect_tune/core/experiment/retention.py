@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.events.experiment_events import CheckpointRef, QuarantinedCheckpoint
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.models import Value, metric_in
 from prefect_tune.core.numbers import is_finite
 

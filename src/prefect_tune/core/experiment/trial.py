@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefect_tune.core.events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
 from prefect_tune.core.experiment.trial_status import ENDED, Phase, Status, status_label, status_of
 from prefect_tune.core.html_tables import (
     Html,
@@ -19,6 +18,7 @@ from prefect_tune.core.html_tables import (
     paragraph,
     soft,
 )
+from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
 from prefect_tune.core.models import StepReport, TrialId, Value, first_line, flat, plural, shown_size
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

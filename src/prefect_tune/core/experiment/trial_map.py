@@ -11,7 +11,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from rpds import HashTrieMap, HashTrieSet
 
-from prefect_tune.core.experiment.snapshot_levels import level_of
+from prefect_tune.core.experiment.segment_levels import level_of
 from prefect_tune.core.experiment.trial_transitions import Trial
 
 __all__ = ["TrialMap"]

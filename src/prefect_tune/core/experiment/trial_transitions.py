@@ -6,7 +6,26 @@ from collections.abc import Mapping
 from typing import TypeAlias, assert_never
 
 from prefect_tune.core.errors import IllegalTransition
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial import (
+    ENDED,
+    Happening,
+    Phase,
+    Status,
+    Trial,
+    is_acceptable,
+    is_aside,
+    is_collectable,
+    is_held,
+    is_live,
+    is_overtaken,
+    live_keys,
+    newest_checkpoint,
+    newest_key,
+    parent_of_next,
+    reused_from,
+    with_report,
+)
+from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -33,25 +52,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     Retired,
     Started,
-)
-from prefect_tune.core.experiment.trial import (
-    ENDED,
-    Happening,
-    Phase,
-    Status,
-    Trial,
-    is_acceptable,
-    is_aside,
-    is_collectable,
-    is_held,
-    is_live,
-    is_overtaken,
-    live_keys,
-    newest_checkpoint,
-    newest_key,
-    parent_of_next,
-    reused_from,
-    with_report,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit

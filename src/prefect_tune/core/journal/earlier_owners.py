@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.events.experiment_events import Opened, Owner
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.read_entries import decode_entry, read_listed
+from prefect_tune.core.journal_events.experiment_events import Opened, Owner
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.storage.object_store import ObjectStore
 
 __all__ = ["earlier_owners"]

@@ -17,12 +17,10 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
-from prefect_tune.core.events.journal_entry import Entry
 from prefect_tune.core.experiment.experiment import Experiment, apply, following, nothing_yet
-from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries
+from prefect_tune.core.experiment.segment_levels import begin_of, boundaries
 from prefect_tune.core.journal.read_entries import decode_entry, entries_after, read_if_there, read_listed
-from prefect_tune.core.journal.snapshots import (
+from prefect_tune.core.journal.segments import (
     Segment,
     UnusableSegmentError,
     after_segment,
@@ -33,6 +31,8 @@ from prefect_tune.core.journal.snapshots import (
     steps,
     write_due_segment,
 )
+from prefect_tune.core.journal_events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import seal_and_read_back

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.events.journal_entry import Entry
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.storage.documents import unseal
 from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
-from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
+from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import JournalKey

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.models import StepReport, Value, without_none
 from prefect_tune.core.texts import Message, PathName
 

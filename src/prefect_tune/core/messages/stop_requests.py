@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Literal
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, UnknownVersion
-from prefect_tune.core.events.experiment_events import StopAsked
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
+from prefect_tune.core.journal_events.experiment_events import StopAsked
 from prefect_tune.core.models import TrialId
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal

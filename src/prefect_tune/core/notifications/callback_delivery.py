@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Committed,
@@ -27,7 +27,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.events.journal_entry import Entry
+from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport, Value, valid_name
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import ClassVar
 
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -26,7 +27,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
     Started,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 from prefect_tune.core.models import Metrics, Value, first_line
 from prefect_tune.core.storage.layout import TrialKey
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
-from prefect_tune.core.events.experiment_events import QuarantinedCheckpoint
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live
+from prefect_tune.core.journal_events.experiment_events import QuarantinedCheckpoint
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.recovery.stale_reads import OutdatedStateError, require_still_needed
 from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence

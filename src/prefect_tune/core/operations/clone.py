@@ -27,7 +27,6 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import CheckpointRef, Claim, Claimed, ExternalWriterEvent, Released
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
     Trial,
@@ -39,9 +38,16 @@ from prefect_tune.core.experiment.trial_transitions import (
     newest_key,
 )
 from prefect_tune.core.journal.journal import append_as_guest, load
+from prefect_tune.core.journal_events.experiment_events import (
+    CheckpointRef,
+    Claim,
+    Claimed,
+    ExternalWriterEvent,
+    Released,
+)
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
-from prefect_tune.core.recovery.adopt_orphans import ref_of
+from prefect_tune.core.recovery.adopt_saves import ref_of
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

@@ -22,10 +22,10 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
+from prefect_tune.core.journal_events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
 from prefect_tune.core.recovery.deleted_journals import is_deletion

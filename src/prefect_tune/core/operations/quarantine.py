@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.events.experiment_events import ExternallyQuarantined, ExternalWriterEvent, Reinstated
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import is_aside, is_live
 from prefect_tune.core.journal.journal import append_as_guest
+from prefect_tune.core.journal_events.experiment_events import ExternallyQuarantined, ExternalWriterEvent, Reinstated
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prefect_tune.core.errors import JournalCorrupt
-from prefect_tune.core.events.experiment_events import RemovalBegun, RemovalGivenUp
 from prefect_tune.core.journal.read_entries import decode_entry, read_if_there
+from prefect_tune.core.journal_events.experiment_events import RemovalBegun, RemovalGivenUp
 from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
 

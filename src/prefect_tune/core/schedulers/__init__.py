@@ -1,4 +1,4 @@
 """Schedulers: which trials continue, pause, stop or exploit; deterministic functions of the reports.
 
-`prefect_tune.built_in` lists the ones that have a name in JSON.
+`prefect_tune.registry` lists the ones that have a name in JSON.
 """

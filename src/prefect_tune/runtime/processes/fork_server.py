@@ -7,7 +7,7 @@ supervisor is doing. Between it and each trial's process is a subreaper process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is such a process too. It imports a trainable (`prefect_tune.runtime.processes.preload`), and then is itself
+A template is such a process too. It imports a trainable (`fork_safety.py`, beside this file), and then is itself
 a fork server, for trials of that trainable:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
@@ -40,6 +40,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.processes.fork_safety import import_before_forking
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
@@ -53,7 +54,6 @@ from prefect_tune.runtime.processes.linux import (
     silence,
     while_alive,
 )
-from prefect_tune.runtime.processes.preload import import_before_forking
 from prefect_tune.runtime.processes.process_reset import flush_output, settle_in
 from prefect_tune.runtime.processes.trial_process import rehearse, serve
 

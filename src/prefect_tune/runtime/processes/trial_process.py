@@ -24,8 +24,8 @@ from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.load_named import load_named, load_trainable

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.uri import Client, Location, arrow_filesystem, open_arrow, open_location, read_uri
+from prefect_tune.stores.locations.open_location import (
+    Client,
+    Location,
+    arrow_filesystem,
+    open_arrow,
+    open_location,
+    read_uri,
+)
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

@@ -21,7 +21,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.processes.fork_client import ForkedProcess, PendingFork, surroundings
-from prefect_tune.supervisor.processes.fork_servers import ForkServers, TrialKind
+from prefect_tune.supervisor.processes.fork_server_pool import ForkServers, TrialKind
 from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
 from prefect_tune.supervisor.trial_spec import Reuse, import_path

@@ -25,9 +25,9 @@ from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import results_path
+from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.task_retries import with_retries
 
 __all__ = ["StopOutcome", "stop"]
 

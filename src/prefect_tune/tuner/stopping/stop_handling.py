@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Protocol
 
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.events.experiment_events import Finished, StopAsked
+from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
 from prefect_tune.executors.trial_executor import TrialExecutor
-from prefect_tune.parameters.checks.limits import SearchLimits
+from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy

@@ -13,10 +13,10 @@ from prefect_tune.core.experiment.summary import best_first, counted, is_search,
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
 from prefect_tune.core.models import shown_size
+from prefect_tune.terminal.data_age import format_moment, freshness_of
 from prefect_tune.terminal.error_groups import errors_by_cause, names_of
 from prefect_tune.terminal.format_steps import format_steps
 from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
-from prefect_tune.terminal.freshness import format_moment, freshness_of
 from prefect_tune.terminal.trials_table import trials_table
 
 _TRIALS_SHOWN = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.core.storage.documents import Document
 
 __all__ = ["Entry"]

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
-from prefect_tune.core.events.experiment_events import Extended
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries, is_boundary
+from prefect_tune.core.experiment.segment_levels import begin_of, boundaries, is_boundary
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal import journal, snapshots
-from prefect_tune.core.journal.snapshots import (
+from prefect_tune.core.journal import journal, segments
+from prefect_tune.core.journal.segments import (
     decode_segment,
     encode_segment,
     listed_segments,
     steps,
     write_due_segment,
 )
+from prefect_tune.core.journal_events.experiment_events import Extended
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
@@ -206,7 +206,7 @@ def test_a_segment_whose_trials_are_none_is_noticed(written: bytes, spoilt: byte
     first, _, lines = encode_segment(state).partition(b"\n")
     document = json.loads(first)
     del document["digest_of_document"]
-    head = snapshots._Head.model_validate_json(json.dumps(document))
+    head = segments._Head.model_validate_json(json.dumps(document))
     assert written in lines
     spoilt_lines = lines.replace(written, spoilt)
     forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt_lines)}))

@@ -21,6 +21,7 @@ from prefect_tune.core.models import metric_in
 from prefect_tune.core.storage.experiment_listing import names_among
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.data_age import UNKNOWN, Freshness, freshness_of
 from prefect_tune.terminal.formatting import (
     borderless_table,
     format_counts,
@@ -28,7 +29,6 @@ from prefect_tune.terminal.formatting import (
     plain_cells,
     print_parts,
 )
-from prefect_tune.terminal.freshness import UNKNOWN, Freshness, freshness_of
 
 
 @command

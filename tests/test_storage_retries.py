@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.task_retries import is_transient, is_unavailable, retrying_refusals, with_retries
+from prefect_tune.storage_retries import is_transient, is_unavailable, retrying_refusals, with_retries
 from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import check_target
 
@@ -41,7 +41,7 @@ class Target:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.task_retries.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", lambda _seconds: None)
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
@@ -115,7 +115,7 @@ def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() 
 
 def test_who_waits_for_a_first_answer_waits_half_a_minute_and_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("prefect_tune.task_retries.time.sleep", waited.append)
+    monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", waited.append)
     with pytest.raises(StoreUnavailable):
         with_retries(Target(*[StoreUnavailable("no such host")] * 9))
     assert sum(waited) < 50, "the address may be wrong"

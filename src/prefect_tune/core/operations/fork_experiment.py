@@ -17,7 +17,11 @@ from functools import partial
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, is_held, is_live
+from prefect_tune.core.journal.journal import append, as_of, history, load, take_over
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Adopted,
     CheckpointRef,
@@ -34,10 +38,6 @@ from prefect_tune.core.events.experiment_events import (
     RemovalGivenUp,
     StopAsked,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, is_held, is_live
-from prefect_tune.core.journal.journal import append, as_of, history, load, take_over
-from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from prefect_tune.core.events.event_fields import (
+from prefect_tune.core.journal_events.event_fields import (
     Cause,
     CheckpointRef,
     Claim,
@@ -16,7 +16,7 @@ from prefect_tune.core.events.event_fields import (
     Owner,
     QuarantinedCheckpoint,
 )
-from prefect_tune.core.events.trial_events import (
+from prefect_tune.core.journal_events.trial_events import (
     AttemptEnded,
     Claimed,
     Cloned,

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
-from prefect_tune.core.events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_acceptable
+from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -18,9 +21,6 @@ from prefect_tune.core.events.experiment_events import (
     Quarantined,
     Reported,
 )
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_acceptable
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

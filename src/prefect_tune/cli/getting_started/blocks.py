@@ -11,7 +11,7 @@ import typer
 from prefect_tune.cli.shared.app import PANELS, AsJson, Target, app
 
 blocks = typer.Typer(help="Register and check the blocks of storage targets.", no_args_is_help=True)
-app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["start"])
+app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
 
 
 @blocks.command("register")

@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prefect_tune.core.events.experiment_events import Started, TrialAdded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Started, TrialAdded
 from prefect_tune.core.messages.live_status import ExperimentView, LiveStatus
-from prefect_tune.terminal.freshness import format_moment, freshness_of
+from prefect_tune.terminal.data_age import format_moment, freshness_of
 
 NOW = datetime(2026, 11, 23, 1, 33, 18, tzinfo=UTC)
 AT = "2026-11-23T01:32:20.123+00:00"

@@ -23,7 +23,7 @@ from prefect_tune.reporting.render_html import as_html as html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput, report_input_of
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.freshness import Freshness, freshness_of
+from prefect_tune.terminal.data_age import Freshness, freshness_of
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
