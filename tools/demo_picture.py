@@ -15,7 +15,7 @@ COLUMNS = 84
 
 
 def without_fonts(svg: str) -> str:
-    """Drop the fonts that would be fetched from elsewhere: a picture asks nobody."""
+    """Drop the fonts that a browser would fetch: a picture makes no request."""
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 

@@ -129,7 +129,7 @@ _BESIDE = {
     "packages/prefect/__init__.py": "",
     "packages/prefect/blocks/__init__.py": "",
     "packages/prefect/blocks/core.py": "from pydantic import BaseModel\n\n\nclass Block(BaseModel): ...\n",
-    # A model without the lists of its fields, which are shown one by one, and of its validators, which are nobody's.
+    # A model without the lists of its fields, which are shown one by one, and of its validators, which are private.
     "templates/python/material/pydantic_model.html.jinja": '{% extends "_base/pydantic_model.html.jinja" %}\n'
     + "".join(f"{{% block {part} %}}{{% endblock %}}\n" for part in ("config", "fields", "validators")),
 }
@@ -149,7 +149,7 @@ def finished(text: str, *, depth: int, homes: Mapping[str, str]) -> str:
 def with_code(text: str) -> str:
     """Put in the code of another file where a page asks for it: a whole module, or the first block of a page.
 
-    Where nobody does that, a link stands in the next line.
+    Readers of the file itself, without the site, have a link in the next line.
     """
 
     def code(found: re.Match[str]) -> str:
