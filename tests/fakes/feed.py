@@ -11,25 +11,30 @@ import httpx
 
 _PERSISTED_SECONDS = 90.0
 _OURS = ("prefect-tune.", "prefect.asset.")
+_KINDS = ("prefect-tune.experiment.", "prefect-tune.trial.", "")  # an asset's identifier is its URI
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Events about one experiment, or about anything whose resource begins so."""
+    """Events about one experiment."""
 
     api_url: str
     about: str
-    """What a resource of each event contains."""
+    """The URI of the experiment's folder."""
 
     def read(self, *prefixes: str) -> list[dict[str, Any]]:
         """Return the events so far, oldest first."""
-        wanted = {"event": {"prefix": list(prefixes or _OURS)}, "order": "ASC"}
+        wanted = {
+            "event": {"prefix": list(prefixes or _OURS)},
+            "any_resource": {"id_prefix": [f"{kind}{self.about}" for kind in _KINDS]},
+            "order": "ASC",
+        }
         page = httpx.post(f"{self.api_url}/events/filter", json={"filter": wanted, "limit": 50}, timeout=30).json()
         found = list(page["events"])
         while page.get("next_page"):
             page = httpx.get(page["next_page"], timeout=30).json()
             found += page["events"]
-        return [each for each in found if self._concerns(each)]
+        return found
 
     def names(self, *prefixes: str) -> list[str]:
         return [each["event"] for each in self.read(*prefixes)]
@@ -41,6 +46,3 @@ class Feed:
             assert time.monotonic() < end, [each["event"] for each in found]
             time.sleep(0.3)
         return found
-
-    def _concerns(self, event: dict[str, Any]) -> bool:
-        return any(self.about in each["prefect.resource.id"] for each in (event["resource"], *event["related"]))

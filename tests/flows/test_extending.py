@@ -10,6 +10,7 @@ from uuid import UUID
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
 from prefect.runtime import flow_run
 
 import prefect_tune as pt
@@ -185,10 +186,10 @@ def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp
 @pytest.mark.usefixtures("prefect_server")
 def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_target: LocalTarget) -> None:
     for samples in (2, 1, 3):
-        search(local_target, samples_per_run=samples)
+        search(local_target, samples_per_run=samples, experiment="reported-nightly")
     with get_client(sync_client=True) as client:
-        reports = client.read_latest_artifacts(artifact_filter=None)
-    (report,) = [str(each.data) for each in reports if each.key == "report-nightly"]
+        only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-reported-nightly"]))
+        (report,) = [str(each.data) for each in client.read_latest_artifacts(artifact_filter=only)]
     runs = [
         row.split(" | ")
         for row in report.partition("## Runs")[2].partition("## ")[0].splitlines()

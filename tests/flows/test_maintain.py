@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 
 import prefect_tune as pt
 from prefect_tune.core.recovery.restore import read_manifest
@@ -326,16 +327,18 @@ def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target:
     maintain(str(target), verify="all", retention=pt.Retention(last=3))
     with get_client(sync_client=True) as client:
         only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
-        pages = [str(each.data) for each in client.read_artifacts(artifact_filter=only)]
-    assert any(str(target) in page and "| digits |" in page for page in pages)
+        [page] = (each for each in client.read_artifacts(artifact_filter=only) if str(target) in str(each.data))
+    assert "| digits |" in str(page.data)
+    assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}
-    until(lambda: acts <= _task_runs(), seconds=60, what=lambda: str(_task_runs()))
+    until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
 
 
-def _task_runs() -> set[str]:
-    """The names of all task runs that the server knows by now: it learns of them from events, after the runs."""
+def _task_runs(flow_run: UUID) -> set[str]:
+    """The names of its task runs that the server knows by now: it learns of them from events, after the run."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     with get_client(sync_client=True) as client:
-        return {run.name for run in client.read_task_runs(limit=200)}
+        return {run.name for run in client.read_task_runs(flow_run_filter=only, limit=200)}
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
