@@ -17,7 +17,12 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import (
+    ArtifactCollectionFilter,
+    ArtifactCollectionFilterKey,
+    ArtifactFilter,
+    ArtifactFilterKey,
+)
 from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -39,6 +44,7 @@ from tests.fakes.tcp_proxy import TcpProxy
 from tests.fakes.told_searches import Telling
 from tests.flows.driver import until
 from tests.trainables.digits_table import DigitsTable
+from tests.trainables.patient import Patient
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")
@@ -72,7 +78,7 @@ def page(key: str) -> str:
     return str(artifacts(key)[-1].data)
 
 
-def searched(folder: Path, name: str, **options: Any) -> pt.Results:
+def searched(folder: Path, name: str, trainable: type[pt.Trainable] = DigitsTable, **options: Any) -> pt.Results:
     common: dict[str, Any] = {
         "space": {"row": pt.randint(0, 159)},
         "target": str(folder / "target"),
@@ -85,7 +91,7 @@ def searched(folder: Path, name: str, **options: Any) -> pt.Results:
         "max_concurrent_trials": 2,
         "isolation": "thread",
     }
-    return pt.tune("tests.trainables.digits_table:DigitsTable", **{**common, **options})
+    return pt.tune(trainable, **{**common, **options})
 
 
 def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
@@ -113,8 +119,9 @@ def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
     assert "## Runs" not in str(first.data)
     assert first.flow_run_id != second.flow_run_id
     with get_client(sync_client=True) as client:
-        shown = client.read_latest_artifacts(artifact_filter=None)
-    assert [each.latest_id for each in shown if each.key == "report-twice"] == [second.id]
+        only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-twice"]))
+        shown = client.read_latest_artifacts(artifact_filter=only)
+    assert [each.latest_id for each in shown] == [second.id]
 
 
 @pytest.mark.usefixtures("often")
@@ -142,28 +149,36 @@ def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_
 
 
 class Looks(pt.Callback):
-    """Looks at the UI while the trial trains."""
+    """Looks at the UI while the trial trains, which goes on when there is something to be seen."""
 
     name = "looks"
 
-    def __init__(self) -> None:
+    def __init__(self, goes_on: Path) -> None:
+        self.goes_on = goes_on
         self.seen: list[tuple[str, float]] = []
         self.task_runs: set[object] = set()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        if trial.trial != "00000" or report.step < 3:
-            return
+        if trial.trial == "00000" and report.step == 2:
+            until(self._look, seconds=240, what=lambda: f"{left_by('watched')}")
+            self.goes_on.touch()
+        elif trial.trial == "00000" and report.step > 2:
+            self._look()
+
+    def _look(self) -> bool:
         progress = [each for key in left_by("watched-00000-") for each in artifacts(key)]
-        if progress and artifacts("report-watched"):
-            self.seen.append((page("report-watched"), float(str(progress[-1].data))))
-            self.task_runs |= {each.task_run_id for each in progress}
+        if not progress or not float(str(progress[-1].data)) or not artifacts("report-watched"):
+            return False
+        self.seen.append((page("report-watched"), float(str(progress[-1].data))))
+        self.task_runs |= {each.task_run_id for each in progress}
+        return True
 
 
 @pytest.mark.usefixtures("often")
 def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp_path: Path) -> None:
-    looks = Looks()
-    options = {"space": {"row": 3, "step_seconds": 0.3}, "num_samples": 2, "max_concurrent_trials": 1}
-    searched(tmp_path, "watched", **options, scheduler=None, callbacks=[looks])
+    looks = Looks(tmp_path / "goes-on")
+    options = {"space": {"until": str(looks.goes_on)}, "num_samples": 2, "max_concurrent_trials": 1}
+    searched(tmp_path, "watched", Patient, **options, metric="loss", scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
     assert "· 1 running" in pages[0]
     assert re.search(r"\| \d\d:\d\d:\d\d UTC; refreshed at most every .* until the run ends \|", pages[0])
