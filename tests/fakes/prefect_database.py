@@ -6,10 +6,10 @@ import fcntl
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
-import prefect
 import pytest
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -26,7 +26,7 @@ def migrated_database(config: pytest.Config) -> Path:
     """Return one to be copied; made when there is none, by one process, for all that wait for it."""
     assert config.cache is not None
     folder = config.cache.mkdir("prefect-database")
-    made = folder / f"{prefect.__version__}.db"
+    made = folder / f"{version('prefect')}.db"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():

@@ -25,8 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from prefect.testing.utilities import prefect_test_harness
-
 import prefect_tune as pt
 from prefect_tune.core.checkpoints.artifact_index import newest_index
 from prefect_tune.core.experiment.experiment import Experiment
@@ -374,6 +372,9 @@ def name_nobody() -> None:
 
 
 def main() -> None:
+    from prefect.settings import get_current_settings
+    from prefect.testing.utilities import prefect_test_harness  # imports all of Prefect's server
+
     name_nobody()
     if sys.argv[1:2] == ["killed"]:
         search_to_be_killed(pt.LocalTarget(path=sys.argv[2]))
@@ -382,8 +383,6 @@ def main() -> None:
     os.environ |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}  # for the server's process
     folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="release-") as scratch, prefect_test_harness(server_startup_timeout=300):
-        from prefect.settings import get_current_settings
-
         target = write_target(Path(scratch, "target"), str(get_current_settings().api.url))
         require_all(target)
         names = sorted(each.name for each in Path(target.path).iterdir() if not each.name.startswith("."))
