@@ -62,7 +62,7 @@ def maintain(
             `prefect-tune verify --release`.
         collect: whether retired checkpoints and the leftovers of interrupted saves are deleted.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are pinned and
-            cloned ones, each trial's newest, and all of the best trial. Default: keep all.
+            cloned ones, each trial's newest, the best checkpoint, and all of the best trial. Default: keep all.
         time_budget_seconds: seconds after which no further work begins; the next run begins with the experiment that
             has waited longest. Default: no limit.
         dry_run: check, and report what would be done, without changing the target.

@@ -15,10 +15,11 @@ from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.summary import best_of
+from prefect_tune.core.experiment.summary import best_of, objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
+from prefect_tune.core.notifications.best_model import best_checkpoints
 from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.operations.scrub import Inspection, ScrubLimits, inspect
@@ -120,21 +121,22 @@ def prune_checkpoints(
 ) -> PrunedTrials:
     """Retire the checkpoints of a finished experiment that `policy` does not keep; a dry run only counts them.
 
-    Nothing is retired while any trial has not ended, and nothing of the best trial. `collect_garbage` deletes the
-    retired checkpoints. Raises as `quarantine_checkpoints`.
+    Nothing is retired while any trial has not ended, nothing of the best trial, and not the best checkpoint of all.
+    `collect_garbage` deletes the retired checkpoints. Raises as `quarantine_checkpoints`.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
-        best = best_of(state)
+        best, best_saved = best_of(state), best_checkpoints(state, objective_in(state.settings))
         keys = [_key(state, each) for each in state.trials.values() if best is None or each.trial != best.trial]
 
         def retired(key: TrialKey) -> Sequence[int]:
             known = state.trial(key.trial)
+            needed = [best_saved[key.trial]] if key.trial in best_saved else []
             if dry_run:
-                return look_for_prunable(store, key, policy, side_by_side=map, known=known)
-            return prune(store, key, policy, new_write_id(), side_by_side=map, known=known)
+                return look_for_prunable(store, key, policy, side_by_side=map, known=known, needed=needed)
+            return prune(store, key, policy, new_write_id(), side_by_side=map, known=known, needed=needed)
 
         found, unreadable = _each(store, experiment, retired, keys, transfers)
         return PrunedTrials(sum(len(each) for each in found), unreadable)

@@ -26,7 +26,7 @@ from prefect_tune.maintenance.report import (
     markdown,
 )
 from prefect_tune.stores.posix.posix_store import PosixStore
-from tests.core.small_search import SmallSearch
+from tests.core.small_search import SmallSearch, own_state
 from tests.fakes.checkpoints import files_in
 from tests.fakes.experiments import write_experiment
 from tests.flows.driver import until
@@ -198,6 +198,22 @@ def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target
     assert report.collected_bytes > 15_000_000
     assert before - after > 15_000_000
     assert maintain(str(target), verify="all").verified_count == 2
+
+
+def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_the_end(target: Path) -> None:
+    search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
+    search.describe(metric="loss", mode="max")  # the loss falls, so that each trial's first checkpoint is its best
+    for name, count in {"short": 2, "long": 4}.items():
+        search.add(name)
+        search.begin(name)
+        for _ in range(count):
+            search.step(name)
+        search.finish(name)
+    dry = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1), dry_run=True)
+    report = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1))
+    assert (dry.experiments[0].pruned_count, report.experiments[0].pruned_count) == (2, 2)
+    assert [each.step for each in own_state(search.store, "small", "long").checkpoints] == [1, 4]
+    assert len(own_state(search.store, "small", "short").checkpoints) == 2, "the best trial by the last report"
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:

@@ -12,7 +12,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.best_model import BestSoFar
+from prefect_tune.core.notifications.best_model import BestSoFar, best_checkpoints
 from prefect_tune.core.search.objective import objective_of
 
 LOSS = objective_of("loss", "min")
@@ -79,3 +79,10 @@ def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None
     assert BestSoFar(None, state).ended(state.trial("00000")) is None
     elsewhere = BestSoFar(objective_of("accuracy", "max"), state)
     assert elsewhere.committed(state.trial("00000")) is None
+
+
+def test_the_best_checkpoint_is_of_all_commits_and_of_equal_ones_each_trials_first() -> None:
+    state = trained(nothing_yet("first"), "00000", 0.5, 0.1, 0.1, 0.3)
+    state = trained(trained(state, "00001", 0.2, ends=True), "00002", 0.4, 0.1)
+    assert best_checkpoints(state, LOSS) == {"00000": 2, "00002": 2}
+    assert best_checkpoints(state, None) == best_checkpoints(state, objective_of("accuracy", "max")) == {}

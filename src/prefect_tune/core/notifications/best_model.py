@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import Losses, losses_in
@@ -61,3 +61,24 @@ class BestSoFar:
         compared = () if self._objective is None else self._objective.metrics
         first = {name: metric_in(metrics, name) for name in compared}
         return BestImproved(trial=trial, step=step, metrics=few({**first, **metrics}), manifest=manifest)
+
+
+def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
+    """Return the sequence of the best checkpoint of all, by its trial; of equally good ones each trial's first.
+
+    The best model that `BestSoFar` announced last is among them, if it is saved. Empty without an objective.
+    """
+    found = _scored_checkpoints(experiment, objective)
+    least = min((losses for losses, _, _ in found), default=None)
+    return {trial: sequence for losses, trial, sequence in reversed(found) if losses == least}
+
+
+def _scored_checkpoints(experiment: Experiment, objective: Objective | None) -> list[tuple[Losses, str, int]]:
+    if objective is None:
+        return []
+    return [
+        (losses, trial.trial, each.sequence)
+        for trial in experiment.trials.values()
+        for each in trial.checkpoints
+        if (losses := losses_in(each.metrics, objective)) is not None
+    ]

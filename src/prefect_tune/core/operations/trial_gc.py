@@ -19,7 +19,7 @@ an attempt that is over may be deleted at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -227,15 +227,21 @@ def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_si
 # ------------------------------------------------------------------------------------------------- pruning
 
 
-def look_for_prunable(
-    store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: ParallelMap, known: Trial | None = None
+def look_for_prunable(  # noqa: PLR0913 - as `prune`
+    store: ObjectStore,
+    trial: TrialKey,
+    policy: Retention,
+    *,
+    side_by_side: ParallelMap,
+    known: Trial | None = None,
+    needed: Collection[int] = (),
 ) -> Sequence[int]:
     """Return what `prune` would retire; writes nothing."""
     found = _ended(_state(store, trial, side_by_side), trial, known)
     if found is None:
         return ()
     claimed = _claimed(trial, found, policy)
-    return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy)
+    return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy, needed)
 
 
 def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
@@ -246,23 +252,24 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
     *,
     side_by_side: ParallelMap,
     known: Trial | None = None,
+    needed: Collection[int] = (),
 ) -> Sequence[int]:
     """Retire the checkpoints of an ended trial that `policy` does not keep; return their sequences.
 
-    Their bytes are deleted by a later `collect_from`. The newest checkpoint, pinned ones, and those that clones and
-    forks need are kept. If the trial is running again by then, none is retired: its owner has a policy. Arguments and
-    errors are those of `collect_from`.
+    Their bytes are deleted by a later `collect_from`. The newest checkpoint, pinned ones, those that clones and
+    forks need, and the sequences in `needed` are kept. If the trial is running again by then, none is retired: its
+    owner has a policy. Other arguments and errors are those of `collect_from`.
     """
     found = _ended(_state(store, trial, side_by_side), trial, known)
     if found is not None and (claimed := _claimed(trial, found, policy)):
         found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
-    if found is None or not _prunable(found, policy):
+    if found is None or not _prunable(found, policy, needed):
         return ()
     said: Sequence[Pruned] = ()
 
     def say(state: Experiment) -> Sequence[Pruned]:
         nonlocal said
-        said = _pruned(state, trial, known, lambda now: _prunable(now, policy), only_if_any=True)
+        said = _pruned(state, trial, known, lambda now: _prunable(now, policy, needed), only_if_any=True)
         return said
 
     append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
@@ -274,9 +281,9 @@ def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
     return [*retired(trial.checkpoints, policy), *aside]
 
 
-def _prunable(trial: Trial, policy: Retention) -> Sequence[int]:
-    needed = {each.sequence for each in trial.claims}
-    return [each for each in _unwanted(trial, policy) if each not in needed]
+def _prunable(trial: Trial, policy: Retention, needed: Collection[int]) -> Sequence[int]:
+    kept = {each.sequence for each in trial.claims}.union(needed)
+    return [each for each in _unwanted(trial, policy) if each not in kept]
 
 
 def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[CheckpointKey]:
