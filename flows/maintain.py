@@ -17,6 +17,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.maintenance.report import MaintenanceReport, show_report
 from prefect_tune.maintenance.runner import ExperimentMaintenance, MaintenanceOptions, maintain_experiments
+from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.tasks.maintenance import (
     Sample,
@@ -76,6 +77,7 @@ def maintain(
         InvalidInput: an argument is invalid, or there is no such experiment; nothing was begun.
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
+    outlive_log_reader()
     _require_possible(sample_rounds, max_verify_bytes, time_budget_seconds)
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
     until = None if budget is None else datetime.now(UTC) + budget

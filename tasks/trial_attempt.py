@@ -36,6 +36,7 @@ from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.storage_retries import RETRYING, retrying_refusals, skip_prefect_introspection
 from prefect_tune.stores.local.scratch import ScratchDirectory
@@ -90,6 +91,7 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
         ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
+    outlive_log_reader()
     log = _log_of(plan)
     with (
         quiet_inner_tasks(),

@@ -15,6 +15,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
+from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
 from prefect_tune.storage_retries import retrying_until
 
@@ -33,8 +34,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     any more, since the process waits for its threads at exit. A second Ctrl-C does not wait.
 
     Suspending the flow run sets `stop` too, without a time limit: the result of `work` is returned when it has
-    ended, and `is_suspended()` tells the caller why.
+    ended, and `is_suspended()` tells the caller why. `work` also outlives the reader of this process's log.
     """
+    outlive_log_reader()
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         return work(stop)  # signals are raised in the main thread only
