@@ -10,13 +10,14 @@ from pathlib import Path
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
+from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.local_target import LocalTarget
-from prefect_tune.core.did_you_mean import nearest
+from prefect_tune.core.did_you_mean import did_you_mean, nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.stores.locations.open_location import read_uri
 
@@ -140,22 +141,33 @@ def _load(block_type: str, name: str) -> StorageTarget:
     try:
         block = Block.load(slug, _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
     except UnknownBlockType as error:
-        raise InvalidInput(f"{slug!r}: {error}") from error
-    except ValueError as error:
-        raise InvalidInput(f"{slug!r}: {_not_saved(error)}") from error
+        raise InvalidInput(f"{slug!r}: {error}") from None
+    except ValueError:
+        raise InvalidInput(f"{slug!r}: {_not_saved(block_type, name)}") from None
     except RuntimeError as error:
-        raise InvalidInput(f"{slug!r}: the saved block is not valid: {_complaints(error)}") from error
+        raise InvalidInput(f"{slug!r}: the saved block is not valid: {_complaints(error)}") from None
     except httpx.HTTPError as error:
-        raise StoreUnavailable(f"{slug!r}: the Prefect server did not answer: {error}") from error
+        server = f"the Prefect server at {get_current_settings().api.url}, which stores the block, did not answer"
+        raise StoreUnavailable(
+            f"{slug!r}: {server}: {str(error) or type(error).__name__}; a URI, such as s3://bucket, needs none"
+        ) from None
     if not isinstance(block, StorageTarget):
         raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
     return block
 
 
-def _not_saved(error: ValueError) -> str:
-    if get_current_settings().api.url:
-        return f"no such block is saved on the Prefect server: {error}"
-    return f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
+def _not_saved(block_type: str, name: str) -> str:
+    if not (url := get_current_settings().api.url):
+        return f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
+    saved = _saved_names(block_type)
+    there = f"those of type {block_type} are {', '.join(saved)}" if saved else f"there is none of type {block_type}"
+    return f"no such block is saved on the Prefect server at {url}: {there}{did_you_mean(name, saved)}"
+
+
+def _saved_names(block_type: str) -> list[str]:
+    with get_client(sync_client=True) as client:
+        found = client.read_block_documents_by_type(block_type)
+    return sorted(each.name for each in found if each.name)
 
 
 def _complaints(error: RuntimeError) -> str:

@@ -20,7 +20,7 @@ from prefect_tune.blocks import (
     resolve_target,
     target_reference,
 )
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.blocks.conftest import save
 from tests.fakes.memory_store import MemoryStore
@@ -145,6 +145,28 @@ def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypat
     with (
         temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
         pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block is stored on one: prefect"),
+    ):
+        resolve_target("s3-target/prod")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_misspelt_block_is_one_error_that_lists_what_is_saved_and_has_no_chain_of_tracebacks() -> None:
+    with pytest.raises(InvalidInput, match=r"no such block is saved .*: there is none of type azure-target$"):
+        resolve_target("azure-target/prod")
+    for name in ("prod", "staging"):
+        save(S3Target(bucket="bucket"), name)
+    with pytest.raises(
+        InvalidInput, match=r"no such block .* at http.*: those of type s3-target are .*prod.*; did you mean 'prod'\?$"
+    ) as caught:
+        resolve_target("s3-target/prodd")
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_a_server_that_does_not_answer_is_named_with_what_needs_none() -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(StoreUnavailable, match=r"http://127.0.0.1:9/api.* did not answer.*a URI, such as s3://"),
     ):
         resolve_target("s3-target/prod")
 
