@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
+from prefect_tune.cli.shared.checkpoint_selection import trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened, viewed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
@@ -29,12 +30,15 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (store, state):
         view = viewed(store, state)
+        today = trials_today(store, state, chosen_trials(state, trial)) if trial else []
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json)
         return
     state, now = view.experiment, datetime.now(UTC)
     about: dict[str, object] = {"experiment": state.name, "epoch": state.epoch, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
+    if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
+        chosen = chosen.model_copy(update={"checkpoints": today[0].checkpoints, "aside": today[0].aside})
     facts = _facts(view, chosen) if chosen is not None else {}
     fresh = freshness_of(view, now)
     if as_json:
