@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
+from prefect_tune.core.experiment.resume_options import (
+    ResumeChoice,
+    Standing,
+    choice_of,
+    ignored_numbers,
+    stop_extended,
+)
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
 from prefect_tune.core.journal_events.question_fields import answer_to
@@ -71,6 +78,8 @@ def _how_to_go_on(
         choice = choice_of(answer, standing)
     except InvalidInput as bad:
         leave_with(form(str(bad)), HOW_TO_GO_ON)
+    if ignored := ignored_numbers(choice, standing):
+        get_run_logger().warning("Resume: %s does not change numbers, ignored: %s; choose extend", choice.way, ignored)
     answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
     return NewAnswers(choice, (answered,))
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
+from prefect_tune.core.experiment.resume_options import (
+    ResumeChoice,
+    Standing,
+    choice_of,
+    ignored_numbers,
+    stop_extended,
+)
 
 THERE = Standing(samples=10, steps=100, hours=2, checkpoints=(10, 20))
 
@@ -43,6 +49,23 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
 def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         choice_of(answer, THERE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ignored"),
+    [
+        ({"samples": 12}, "samples 12 (it has 10)"),
+        (
+            {"way": "other checkpoint", "checkpoint": 20, "steps": 200, "hours": 1},
+            "steps 200 (it has 100), hours 1 (it has 2)",
+        ),
+        ({"samples": 10, "steps": 100, "hours": 2}, ""),
+        ({"way": "extend", "samples": 12}, ""),
+        ({"way": "stop here", "samples": 12}, ""),
+    ],
+)
+def test_a_changed_number_that_the_way_does_not_use_is_named(answer: dict[str, Any], ignored: str) -> None:
+    assert ignored_numbers(choice_of(answer, THERE), THERE) == ignored
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:

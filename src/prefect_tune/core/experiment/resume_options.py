@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import Value
 
-__all__ = ["ResumeChoice", "Standing", "Way", "choice_of", "stop_extended"]
+__all__ = ["ResumeChoice", "Standing", "Way", "choice_of", "ignored_numbers", "stop_extended"]
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
@@ -62,9 +62,21 @@ def choice_of(answer: Mapping[str, object], standing: Standing) -> ResumeChoice:
     return choice
 
 
+def ignored_numbers(choice: ResumeChoice, standing: Standing) -> str:
+    """Return which changed numbers the chosen way does not use, such as `samples 10 (it has 8)`; empty without any."""
+    if choice.way in {"extend", "stop here"}:
+        return ""
+    asked, there = _limits(choice), _limits(standing)
+    changed = [name for name, value in asked.items() if value not in {0, there[name]}]
+    return ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in changed)
+
+
+def _limits(numbers: ResumeChoice | Standing) -> Mapping[str, float]:
+    return {"samples": numbers.samples, "steps": numbers.steps, "hours": numbers.hours}
+
+
 def _require_more(choice: ResumeChoice, standing: Standing) -> None:
-    asked = {"samples": choice.samples, "steps": choice.steps, "hours": choice.hours}
-    there = {"samples": standing.samples, "steps": standing.steps, "hours": standing.hours}
+    asked, there = _limits(choice), _limits(standing)
     if less := [name for name, value in asked.items() if 0 < value < there[name]]:
         said = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in less)
         raise InvalidInput(f"extend: less than before: {said}")
