@@ -224,7 +224,8 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
     report = found.value.report
     assert isinstance(report, MaintenanceReport)
     assert (report.experiments[0].pruned_count, len(report.damaged), report.dry_run) == (4, 1, True)
-    assert "4 would be pruned" in report.summary
+    assert report.summary.startswith("1 experiment: ")
+    assert "4 would be pruned; their bytes and 0 B more would be deleted" in report.summary
     assert files_in(target) == before
 
 

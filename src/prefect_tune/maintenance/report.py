@@ -11,7 +11,7 @@ from prefect.artifacts import MarkdownArtifact
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
-from prefect_tune.core.models import digest_of, shown_size
+from prefect_tune.core.models import digest_of, plural, shown_size
 
 _SHOWN_ROWS = 100
 
@@ -102,11 +102,14 @@ class MaintenanceReport:
         size = sum(each.verified_bytes for each in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned = sum(each.pruned_count for each in self.experiments)
-        left = f"; {len(self.not_looked_at)} items not checked" if self.not_looked_at else ""
+        left = f"; {plural(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
+        freed = f", {shown_size(self.collected_bytes)} {would}deleted"
+        if self.dry_run and pruned:  # they share bytes with other checkpoints: only their deletion shows how many
+            freed = f"; their bytes and {shown_size(self.collected_bytes)} more would be deleted"
         return (
-            f"{len(self.experiments)} experiments: {self.verified_count} checkpoints read ({shown_size(size)}), "
-            f"{len(self.damaged)} damaged, {len(self.new_damage)} of them new; {pruned} {would}pruned, "
-            f"{shown_size(self.collected_bytes)} {would}deleted{left}"
+            f"{plural(len(self.experiments), 'experiment', 'experiments')}: "
+            f"{plural(self.verified_count, 'checkpoint', 'checkpoints')} read ({shown_size(size)}), "
+            f"{len(self.damaged)} damaged, {len(self.new_damage)} of them new; {pruned} {would}pruned{freed}{left}"
         )
 
     @property

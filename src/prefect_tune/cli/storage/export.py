@@ -23,7 +23,10 @@ def export(
     target: Target,
     experiment: ExperimentName,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="A new or empty directory.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="DIRECTORY", help="A directory that is new, empty, or holds this checkpoint.", show_default=False
+        ),
     ],
     step: Annotated[
         int | None,
@@ -34,7 +37,10 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
+    """Write a checkpoint to DIRECTORY: its files, as the trainable saved them.
+
+    DIRECTORY must be new or empty, or hold this checkpoint and nothing else, as after an interrupted export.
+    """
     from prefect_tune.blocks import resolve_target
 
     with opened(target, experiment) as (store, state):

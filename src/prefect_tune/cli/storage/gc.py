@@ -62,7 +62,7 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
 
 
 def _print(found: Sequence[Collected], *, deleted: bool) -> None:
-    from prefect_tune.core.models import shown_size
+    from prefect_tune.core.models import plural, shown_size
 
     table = borderless_table("trial", "checkpoints", "blobs", "answers", "size", "")
     something = [each for each in found if each != type(each)(each.trial)]
@@ -77,8 +77,8 @@ def _print(found: Sequence[Collected], *, deleted: bool) -> None:
     size = shown_size(sum(each.orphan_bytes for each in found))
     objects = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
     if not objects:
-        print_parts(f"nothing to collect in {len(found)} trials")
+        print_parts(f"nothing to collect in {plural(len(found), 'trial', 'trials')}")
     elif deleted:
-        print_parts(f"deleted: {objects} objects, {size}")
+        print_parts(f"deleted: {plural(objects, 'object', 'objects')}, {size}")
     else:
-        print_parts(f"{objects} objects, {size}; to delete them: --delete")
+        print_parts(f"{plural(objects, 'object', 'objects')}, {size}; to delete them: --delete")
