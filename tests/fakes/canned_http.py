@@ -19,6 +19,8 @@ class Canned:
     headers: Mapping[str, str]
     url: str = ""
     asked: list[Mapping[str, str]] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    """Of every request so far."""
 
 
 def s3_error(code: str, message: str) -> bytes:
@@ -44,7 +46,7 @@ def answering(
 
         def _answer(self) -> None:
             canned.asked.append({name.lower(): value for name, value in self.headers.items()})
-            self.rfile.read(int(self.headers.get("content-length") or 0))
+            canned.bodies.append(self.rfile.read(int(self.headers.get("content-length") or 0)))
             status, body, sent = canned.status, canned.body, canned.headers  # they may be changed from here on
             self.send_response(status)
             for name, value in {"content-length": str(len(body)), **sent}.items():

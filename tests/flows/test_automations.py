@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from prefect import flow
 from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.server.utilities.user_templates import render_user_template_sync, validate_user_template
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_tune as pt
@@ -29,11 +32,13 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.deploy.apply_automations import automation_names, install_automations, uninstall_automations
 from prefect_tune.deploy.automation_specs import shipped
 from prefect_tune.prefect_api.local_server import start_prefect_server
+from tests.fakes.canned_http import answering
 from tests.fakes.feed import Feed
 from tests.flows.driver import until
 from tests.flows.training import trial_at
 from tests.trainables.moody import Moody
 
+FAILED, BUDGET = "prefect-tune: alert on a failed run", "prefect-tune: alert on 80 % of a budget"
 CORRUPT, BEST = "prefect-tune: alert on a damaged checkpoint", "prefect-tune: alert on a new best trial"
 REPOSITORY = Path(__file__).parents[2]
 POOL = "comes-back"
@@ -149,6 +154,26 @@ class TestInstalled:
         assert actions_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
         assert not found()[BEST]["enabled"]
 
+    def test_a_text_of_an_earlier_release_is_replaced_and_one_that_a_person_wrote_is_not(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        block.save("tune-alerts", overwrite=True)
+        install_automations(notify="custom-webhook/tune-alerts")
+        first = found()
+        for name in (FAILED, BEST, BUDGET):
+            old: Any = Automation.read(name=name)
+            former = shipped(timedelta(seconds=90))[name].former_text
+            old.actions = [old.actions[0].model_copy(update={"body": former})]
+            old.trigger = EventTrigger(expect={"prefect-tune.experiment.failed"}, posture="Reactive", threshold=1)
+            old.update()
+        mine: Any = Automation.read(name=CORRUPT)
+        mine.actions = [mine.actions[0].model_copy(update={"body": "look"})]
+        mine.update()
+        install_automations()
+        for name in (FAILED, BEST, BUDGET):
+            assert found()[name]["actions"] == first[name]["actions"]
+            assert set(found()[name]["trigger"]["expect"]) == set(first[name]["trigger"]["expect"])
+        assert found()[CORRUPT]["actions"][0]["body"] == "look"
+
     @pytest.mark.parametrize(
         ("options", "complaint"),
         [
@@ -218,6 +243,52 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         Feed(clean, automation).until(len, "prefect.automation.action.executed")
         until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
     assert runs_of_parameters == {"experiment": "searched", "trial": "00000"}
+
+
+@flow(name="nightly")
+def nightly(target: str) -> None:
+    """A flow of a user's own that calls a search."""
+    pt.tune(Moody, {}, target=target, experiment="e", metric="loss", num_samples=1, stop={"step": 1})
+
+
+def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str, tmp_path: Path) -> None:
+    with answering(200) as hook:
+        block = CustomWebhookNotificationBlock(name="hook", url=hook.url, json_data={"text": "{{body}}"})
+        block.save("failed-runs", overwrite=True)
+        install_automations(names=[FAILED], notify="custom-webhook/failed-runs")
+        (tmp_path / "file").touch()
+        for target in ("s3-target/nowhere", str(tmp_path / "file")):
+            with pytest.raises(TuneError):
+                nightly(target)
+        with pytest.raises(pt.SearchFailed):
+            pt.tune(Moody, {"fails": "raise"}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
+        automation = found()[FAILED]["id"]
+        Feed(clean, automation).until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
+    texts = [json.loads(body)["text"] for body in hook.bodies]
+    assert len(texts) == 3
+    assert all(re.match(r"Run [a-z-]+ of the flow tune failed: .+", text) for text in texts), texts
+    assert not any(text.endswith("None") for text in texts), "the link, where the server has a UI"
+    assert "s3-target/nowhere" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "payload", "text"),
+    [
+        (
+            BEST,
+            {"trial": "00002", "step": 82, "metrics": {"accuracy": 0.9577777777777777, "epoch": 3}},
+            "accuracy 0.957778, epoch 3",
+        ),
+        (BUDGET, {"spent": 7.0, "budget": 8.0, "what": "trials"}, "7 of 8 are spent (trials)"),
+        (BUDGET, {"spent": 2881.5, "budget": 3600.0, "what": "time"}, "2881.5 of 3600 s are spent (time)"),
+    ],
+)
+def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:
+    says = shipped(timedelta(seconds=90))[name].says
+    validate_user_template(says)
+    shown = render_user_template_sync(says, {"event": {"payload": {"experiment": "e", "target": "s3://b", **payload}}})
+    assert shown.startswith("Experiment e at s3://b: ")
+    assert shown.endswith(text)
 
 
 runs_of_parameters: dict[str, Any] = {}

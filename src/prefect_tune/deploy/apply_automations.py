@@ -215,7 +215,7 @@ def _act(actions: Sequence[ActionTypes]) -> bool:
 
 
 def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool) -> AutomationCore:
-    does = [_worded(each, wanted.says) for each in actions] if wanted.is_alert else list(wanted.acts)
+    does = [_worded(each, wanted) for each in actions] if wanted.is_alert else list(wanted.acts)
     return AutomationCore(
         name=wanted.name,
         description=wanted.description,
@@ -229,9 +229,10 @@ def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabl
     )
 
 
-def _worded(action: ActionTypes, says: str) -> ActionTypes:
-    if isinstance(action, SendNotification) and not action.body:
-        return action.model_copy(update={"body": says})
+def _worded(action: ActionTypes, wanted: AutomationSpec) -> ActionTypes:
+    """Return a notification with the text of `wanted`, unless a person has written another one."""
+    if isinstance(action, SendNotification) and action.body in {"", wanted.former_text}:
+        return action.model_copy(update={"body": wanted.says})
     return action
 
 

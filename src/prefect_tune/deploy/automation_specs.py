@@ -1,8 +1,8 @@
 """The automations of this package, as values: the trigger and the actions of each.
 
 Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
-others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`); the user gives their
-actions at installation.
+others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`), and on Prefect's of
+failed runs; the user gives their actions at installation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
     CheckpointCorruptFound,
-    ExperimentFailed,
     LifecycleEvent,
     SyncLagged,
     TrialStale,
@@ -38,6 +37,23 @@ _FORMER_NAMES = {
 }
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
+_FLOWS = ("tune", "durable-trainable", "resume", "maintain")
+_ABOUT = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
+_FORMER_TEXTS = {
+    "alert on a new best trial": "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: "
+    "{{ event.payload.metrics }}",
+    "alert on 80 % of a budget": "{{ event.payload.spent }} of {{ event.payload.budget }} are spent "
+    "({{ event.payload.what }})",
+    "alert on a failed run": "its run failed: {{ event.payload.message }}",
+}
+_METRICS = (
+    "{% for name, value in event.payload.metrics.items() %}{{ '' if loop.first else ', ' }}{{ name }} "
+    "{{ '%.6g' | format(value) if value is float else value }}{% endfor %}"
+)
+_SPENT = (
+    "{{ '%g' | format(event.payload.spent) }} of {{ '%g' | format(event.payload.budget) }}"
+    "{{ '' if event.payload.what == 'trials' else ' s' }} are spent ({{ event.payload.what }})"
+)
 _FLOW_RUN = "prefect.flow-run."
 _UNTIL = "An alert without an action is switched off."
 _COOL_DOWN = timedelta(seconds=30)
@@ -72,6 +88,12 @@ class AutomationSpec:
     def former_name(self) -> str:
         """Its name in earlier releases, by which an installed one is found and renamed."""
         return f"{_PREFIX}{_FORMER_NAMES[self.name.removeprefix(_PREFIX)]}"
+
+    @property
+    def former_text(self) -> str | None:
+        """Its message in earlier releases, which an installation replaces; None if it was the same."""
+        text = _FORMER_TEXTS.get(self.name.removeprefix(_PREFIX))
+        return None if text is None else _ABOUT + text
 
     @property
     def is_alert(self) -> bool:
@@ -145,7 +167,6 @@ def _tagged() -> dict[str, str | list[str]]:
 
 
 def _alert(name: str, news: type[LifecycleEvent], description: str, says: str) -> AutomationSpec:
-    about = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
     trigger = EventTrigger(
         posture=Posture.Reactive,
         match={"prefect.resource.id": f"{_TAG}.*"},
@@ -153,7 +174,30 @@ def _alert(name: str, news: type[LifecycleEvent], description: str, says: str) -
         threshold=1,
         within=timedelta(0),
     )
-    return AutomationSpec(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=about + says)
+    return AutomationSpec(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=_ABOUT + says)
+
+
+def _failed() -> AutomationSpec:
+    """Alert on each run that ends Failed, also before it has opened an experiment: it emits no event of its own then.
+
+    The flow's name selects the runs, of scripts and of deployments. By the tag, a flow that calls `pt.tune` would send
+    a second alert, and so would attempts of trials.
+    """
+    trigger = EventTrigger(
+        posture=Posture.Reactive,
+        match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+        match_related=[{"prefect.resource.role": "flow", "prefect.resource.name": list(_FLOWS)}],
+        expect={f"{_FLOW_RUN}Failed", f"{_FLOW_RUN}TimedOut"},
+        threshold=1,
+        within=timedelta(0),
+    )
+    return AutomationSpec(
+        f"{_PREFIX}alert on a failed run",
+        f"A run ended with an error. It is not restarted: remove the cause first. {_UNTIL}",
+        trigger,
+        says="Run {{ flow_run.name }} of the flow {{ flow.name }} failed: {{ event.payload.validated_state.message }} "
+        "{{ flow_run | ui_url or '' }}",
+    )
 
 
 _ALERTS = (
@@ -167,7 +211,7 @@ _ALERTS = (
         "alert on a new best trial",
         BestImproved,
         "A trial is the best so far: notify, or run a deployment that evaluates its model.",
-        "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: {{ event.payload.metrics }}",
+        "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
     ),
     _alert(
         "alert on a trial without reports",
@@ -185,12 +229,7 @@ _ALERTS = (
         "alert on 80 % of a budget",
         BudgetNearlySpent,
         "80 % of a budget is spent: time, training time or trials.",
-        "{{ event.payload.spent }} of {{ event.payload.budget }} are spent ({{ event.payload.what }})",
+        _SPENT,
     ),
-    _alert(
-        "alert on a failed run",
-        ExperimentFailed,
-        "A run ended with an error. It is not restarted: remove the cause first.",
-        "its run failed: {{ event.payload.message }}",
-    ),
+    _failed(),
 )
