@@ -13,7 +13,7 @@ import select
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TextIO
+from typing import IO
 
 from rich.console import Console
 
@@ -36,7 +36,7 @@ def _fall_silent(console: Console) -> None:
             _redirect_if_broken(stream)
 
 
-def _redirect_if_broken(stream: TextIO) -> None:
+def _redirect_if_broken(stream: IO[str]) -> None:
     number = stream.fileno()
     poll = select.poll()
     poll.register(number, 0)
