@@ -41,6 +41,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "tuner.stopping.send_stop_request",
             "flows.maintain",
             "maintenance.report",
+            "maintenance.delete_experiment",
         ),
     ),
     "trainables": (

@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from prefect_tune.flows.tune import tune
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+    from prefect_tune.maintenance.delete_experiment import delete_experiment
     from prefect_tune.maintenance.report import MaintenanceReport
     from prefect_tune.results.results import Results, load_results
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -210,6 +211,7 @@ __all__ = [
     "ask",
     "choice",
     "delete_checkpoint",
+    "delete_experiment",
     "durable_trainable",
     "get_checkpoint",
     "get_trial",
@@ -253,6 +255,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.results.results": "Results load_results",
     "prefect_tune.tuner.stopping.send_stop_request": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
+    "prefect_tune.maintenance.delete_experiment": "delete_experiment",
     "prefect_tune.maintenance.report": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",

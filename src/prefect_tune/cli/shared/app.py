@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "getting_started": ("demo", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
     "inspect": ("ls", "show", "report"),
-    "storage": ("checkpoints", "verify", "export", "gc", "maintain"),
+    "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
 """The commands of each panel, in the order of the help: the command NAME is in the module `cli/PANEL/NAME.py`."""
 _ORDER = [name for names in COMMANDS.values() for name in names]
