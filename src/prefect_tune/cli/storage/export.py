@@ -33,13 +33,16 @@ def export(
         typer.Option(metavar="STEP", help="Step of the checkpoint. Default: the newest.", show_default=False),
     ] = None,
     trial: Annotated[
-        str | None, typer.Option(metavar="TRIAL", help="Trial. Default: the best one.", show_default=False)
+        str | None, typer.Option(metavar="TRIAL", help="Trial. Default: the best one by its last report.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint to DIRECTORY: its files, as the trainable saved them.
 
     DIRECTORY must be new or empty, or hold this checkpoint and nothing else, as after an interrupted export.
+    Without --trial it is the trial whose last report is the best, as in `show`.
+    The best model that events and alerts announce may be another one:
+    pass the trial and step of the event as --trial and --step.
     """
     from prefect_tune.blocks import resolve_target
 
