@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from prefect_tune.core.experiment.failure_policy import FailurePolicy
     from prefect_tune.core.experiment.retention import Retention
-    from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau
+    from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau, Stopper
     from prefect_tune.core.schedulers.asha import ASHA
     from prefect_tune.core.schedulers.base import (
         Continue,
@@ -187,6 +187,7 @@ __all__ = [
     "StagedFilesChanged",
     "Stop",
     "StopOutcome",
+    "Stopper",
     "StorageTarget",
     "StoreRefused",
     "StoreUnavailable",
@@ -263,6 +264,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.runtime.checkpoint": "Checkpoint",
     "prefect_tune.core.checkpoints.cadence": "Cadence",
     "prefect_tune.core.experiment.experiment_stoppers": "ExperimentStopper",
+    "prefect_tune.core.experiment.trial_stoppers": "Stopper",
     "prefect_tune.core.experiment.failure_policy": "FailurePolicy",
     "prefect_tune.core.search.objective": "Objective",
     "prefect_tune.core.experiment.retention": "Retention",
