@@ -38,6 +38,14 @@ def test_below_it_stands_why_trials_errored(run: Run, moods: Path) -> None:
     assert "Traceback" in run("show", moods, "moods", "--trial", "00000").out
 
 
+def test_a_traceback_is_printed_as_it_is_however_narrow_the_terminal(run: Run, moods: Path) -> None:
+    reason = json.loads(run("show", moods, "moods", "--trial", "00000", "--json").out)["reason"]
+    out = run("show", moods, "moods", "--trial", "00000", columns=40).out
+    assert out.endswith(f"\n\n{reason.strip()}\n")
+    assert "…" not in out
+    assert "ValueError: in a mood" in out.partition("\nconfig")[0]
+
+
 @pytest.mark.parametrize("columns", [80, 140])
 def test_no_line_is_wider_than_the_terminal(run: Run, moods: Path, columns: int) -> None:
     for command in (["ls", moods], ["show", moods, "moods"], ["checkpoints", moods, "moods"], ["gc", moods, "moods"]):

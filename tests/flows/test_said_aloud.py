@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
-from prefect_tune.parameters.checks.search_limits import warn_of_constants
+from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.experiments import after
 from tests.fakes.failed_searches import results_of_failed
@@ -36,6 +36,17 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
 
 def gave_up(*trials: str) -> list[Event]:
     return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
+
+
+# ---------------------------------------------------------------------------------------------------- starting
+
+
+def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_limits(planned(stop={"step": 5}).stopper, None, LOG)
+    assert caplog.messages == []
+    warn_of_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
+    (said,) = caplog.messages
+    assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
 
 
 # ---------------------------------------------------------------------------------------------------- resuming

@@ -23,8 +23,8 @@ GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "lo
 
 # What is wrong: the arguments that are; the line that says so.
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("mode", {"mode": "minimise"}, "mode: expected 'min' or 'max' or a list, found 'minimise'"),
-    ("one mode", {"mode": ["min", "mx"]}, "mode[1]: expected 'min' or 'max', found 'mx'"),
+    ("mode", {"mode": "minimise"}, "mode: expected 'min' or 'max' or a list, found 'minimise'; did you mean 'min'?"),
+    ("one mode", {"mode": ["min", "mx"]}, "mode[1]: expected 'min' or 'max', found 'mx'; did you mean 'max'?"),
     (
         "one callback",
         {"callbacks": pt.CSVLogger("x")},

@@ -56,3 +56,10 @@ def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -
     write_search(tmp_path / "target", "e", {"00000": 0.5})
     with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: their reports have \['loss'\]"):
         pt.load_results(tmp_path / "target", "e", metric="los").best_trial()
+
+
+def test_a_nested_metric_is_named_as_it_is_written_and_the_similar_one_is_suggested() -> None:
+    reports: Mapping[str, object] = {"eval": {"size": 3, "lost": 0.5}}
+    assert (
+        why(trial(reports), scope="avg") == "their reports have ['eval/lost', 'eval/size']; did you mean 'eval/lost'?"
+    )

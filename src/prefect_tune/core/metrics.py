@@ -24,7 +24,9 @@ def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
 
 def _mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise BadMetric(f"{where}: expected a dict of metrics, found {type(value).__name__}")
+        raise BadMetric(
+            f"{where}: expected a dict of metrics, found {type(value).__name__}; give it a name: {{'loss': value}}"
+        )
     return {_key(name, where): _plain(each, f"{where}: {name!r}", levels - 1) for name, each in value.items()}
 
 

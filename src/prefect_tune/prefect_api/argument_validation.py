@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from inspect import Parameter, signature
@@ -20,7 +21,7 @@ from prefect.utilities.collections import visit_collection
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from prefect_tune.core.did_you_mean import did_you_mean_or_has
+from prefect_tune.core.did_you_mean import did_you_mean, did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 
 _CALLS = frozenset({"return_state", "wait_for"})
@@ -220,7 +221,14 @@ def _told(name: str, value: object, errors: Iterable[ErrorDetails]) -> str:
         return f"{name}{where}: {_TELLING[first['type']] or first['msg'].removeprefix('Value error, ')}"
     expected = " or ".join(dict.fromkeys(map(_expected, errors)))
     hint = "" if within else _written(name)
-    return f"{name}{where}: expected {expected}, found {_found(name, first['input'])}{hint}"
+    return f"{name}{where}: expected {expected}, found {_found(name, first['input'])}{_meant(first)}{hint}"
+
+
+def _meant(error: ErrorDetails) -> str:
+    """Return `; did you mean 'min'?` where one of a few words was expected, and a similar one was found."""
+    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+        return ""
+    return did_you_mean(error["input"], re.findall(r"'([^']*)'", str(error.get("ctx", {})["expected"])))
 
 
 def _expected(error: ErrorDetails) -> str:

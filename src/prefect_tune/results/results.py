@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from prefect_tune.arrow_tables import trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
@@ -29,7 +30,7 @@ from prefect_tune.core.experiment.summary import counted, objective_in, trial_na
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal.trial_journal import trial_today
-from prefect_tune.core.models import StepReport, first_line, metric_in
+from prefect_tune.core.models import StepReport, first_line, flat, metric_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
@@ -274,7 +275,7 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
         curves: reads all reports of all trials; called only if their last reports do not explain it.
     """
     errored = [each.trial for each in trials if each.status is Status.ERRORED]
-    names = sorted({name for each in trials for name in each.metrics})
+    names = sorted({name for each in trials for name in flat(each.metrics)})
     if said := _as_text(trials, objective):
         return said
     if scope == "last" and names and any(scored(curve, objective, "best") for curve in curves().values()):
@@ -282,7 +283,11 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
     if errored and len(errored) == len(trials):
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
-    return f"their reports have {names}" if names else "nothing was reported"
+    return f"their reports have {names}{_meant(objective, names)}" if names else "nothing was reported"
+
+
+def _meant(objective: Objective, names: Sequence[str]) -> str:
+    return next((hint for each in objective.metrics if each not in names and (hint := did_you_mean(each, names))), "")
 
 
 def _as_text(trials: Collection[Trial], objective: Objective) -> str:

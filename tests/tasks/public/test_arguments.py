@@ -38,7 +38,10 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
     "step 0": ({"reports": {"0": {}}}, "reports: step: expected a number from 1 on.*, found 0"),
     "a step that is a word": ({"reports": {"last": {}}}, "reports: step: .*, found 'last'"),
     "reports in a list": ({"reports": [{"loss": 1}]}, r"reports: expected metrics by step, such as \{1: "),
-    "a report that is a number": ({"reports": {1: 0.5}}, "reports, step 1: expected a dict of metrics, found float"),
+    "a report that is a number": (
+        {"reports": {1: 0.5}},
+        "reports, step 1: expected a dict of metrics, found float; give it a name: {'loss': value}",
+    ),
     "a metric that is not finite": ({"reports": {1: {"loss": NAN}}}, "reports, step 1: 'loss': found nan"),
     "a configuration with an object": ({"config": {"model": object()}}, "config: 'model'"),
     "another end": ({"status": "finished"}, "status: Input should be 'completed', 'paused' or 'errored'"),

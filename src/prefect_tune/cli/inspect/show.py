@@ -13,11 +13,18 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
-from prefect_tune.core.models import shown_size
+from prefect_tune.core.models import first_line, shown_size
 from prefect_tune.terminal.data_age import format_moment, freshness_of
 from prefect_tune.terminal.error_groups import errors_by_cause, names_of
 from prefect_tune.terminal.format_steps import format_steps
-from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
+from prefect_tune.terminal.formatting import (
+    borderless_table,
+    facts_table,
+    format_counts,
+    plain_cells,
+    print_parts,
+    visible,
+)
 from prefect_tune.terminal.trials_table import trials_table
 
 _TRIALS_SHOWN = 50
@@ -45,6 +52,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
         print_parts(facts_table({**about, "as of": fresh.words(), **_readable(facts, chosen, now)}))
+        if chosen is not None and _has_traceback(chosen):
+            print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
 
 
 def show_search(view: ExperimentView, *, as_json: bool) -> None:
@@ -75,13 +84,22 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
 
 
 def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with the ages of its times and ranges of steps, and without those that are None."""
+    """Return the facts of a trial with the ages of its times and ranges of steps, and without those that are None.
+
+    Of a reason with a traceback it is the first line: the whole follows the table.
+    """
     shown = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
     if trial is not None and trial.checkpoints:
         size_bytes = sum(each.size_bytes for each in trial.checkpoints)
         in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
         shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
+    if trial is not None and _has_traceback(trial):
+        shown["reason"] = first_line(trial.reason)
     return {name: shown.get(name, value) for name, value in facts.items() if value is not None}
+
+
+def _has_traceback(trial: Trial) -> bool:
+    return "\n" in trial.reason.strip()
 
 
 def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:
@@ -125,7 +143,7 @@ def _show_errors(trials: Sequence[Trial]) -> None:
     if len(causes) > _ERRORS_SHOWN:
         print_parts(f"and {len(causes) - _ERRORS_SHOWN} more errors; --json prints all")
     first = causes[0][1][0]
-    if first.reason.strip().count("\n"):
+    if _has_traceback(first):
         print_parts(f"--trial {first.trial} prints its traceback")
 
 

@@ -33,7 +33,8 @@ def export(
         typer.Option(metavar="STEP", help="Step of the checkpoint. Default: the newest.", show_default=False),
     ] = None,
     trial: Annotated[
-        str | None, typer.Option(metavar="TRIAL", help="Trial. Default: the best one by its last report.", show_default=False)
+        str | None,
+        typer.Option(metavar="TRIAL", help="Trial. Default: the best one by its last report.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -13,9 +13,20 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import StepReport, metric_in
 from prefect_tune.core.numbers import is_number, shown
 
-__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in", "some_time"]
+__all__ = [
+    "RAYS_NAMES",
+    "AnyOf",
+    "MaxSteps",
+    "MaxTime",
+    "Never",
+    "Plateau",
+    "Stopper",
+    "as_stopper",
+    "limits_in",
+    "some_time",
+]
 
-_RAYS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
+RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
 """Ray Tune's names of values that each report has, and their equivalents here."""
 
 
@@ -222,5 +233,5 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
     value = metric_in(metrics, name)
     if isinstance(value, int | float):
         return float(value)
-    hint = f"; Ray Tune's {name} is {_RAYS[name]} here" if name in _RAYS else ""
+    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if name in RAYS_NAMES else ""
     raise InvalidInput(f"stop: expected metric {name!r} in each report, found only {sorted(metrics)}{hint}")

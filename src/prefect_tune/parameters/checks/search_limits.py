@@ -12,7 +12,7 @@ from prefect.logging import get_run_logger
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
+from prefect_tune.core.experiment.trial_stoppers import RAYS_NAMES, Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
@@ -39,9 +39,19 @@ class SearchLimits:
 
 
 def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
-    """Log a warning for each stop limit on a metric that is minimized: most trials would end at once."""
+    """Log a warning for each stop limit that is probably not meant.
+
+    That of a metric that is minimized ends most trials at once. That of a name which Ray Tune adds to each report
+    makes every trial fail, unless the trainable reports it itself.
+    """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in limits_in(stopper).items():
+        if name in RAYS_NAMES:
+            log.warning(
+                "stop={'%s': %g} limits a metric of this name, and trials that do not report it fail. Ray Tune's %s is "
+                "%s here",
+                *(name, limit, name, RAYS_NAMES[name]),
+            )
         if modes.get(name) == "min":
             log.warning(
                 "stop={'%s': %g} ends a trial as soon as %s >= %g, but the metric is minimized: most trials end at "
