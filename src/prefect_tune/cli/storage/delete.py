@@ -26,8 +26,8 @@ def delete(
 ) -> None:
     """Delete an experiment for good: its journal, all checkpoints and results.
 
-    It asks first, and says what would be deleted. It refuses an experiment that a run owns,
-    and one whose checkpoints another experiment, such as a fork, still needs.
+    It asks first, and says what would be deleted. It refuses while a run owns it,
+    and while another experiment, such as a fork, needs its checkpoints.
     """
     from rich.console import Console
 
