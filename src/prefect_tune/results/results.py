@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from prefect_tune.arrow_tables import trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.core.did_you_mean import did_you_mean
+from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
@@ -287,7 +287,13 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
 
 
 def _meant(objective: Objective, names: Sequence[str]) -> str:
-    return next((hint for each in objective.metrics if each not in names and (hint := did_you_mean(each, names))), "")
+    """Return `; did you mean 'eval/loss'?` for a metric that is similar to a name, or to the last part of one."""
+    by_last_part = {name.rpartition("/")[2]: name for name in names}
+    for each in objective.metrics:
+        near = nearest(each, names) or by_last_part.get(nearest(each, by_last_part) or each)
+        if each not in names and near is not None:
+            return f"; did you mean {near!r}?"
+    return ""
 
 
 def _as_text(trials: Collection[Trial], objective: Objective) -> str:
