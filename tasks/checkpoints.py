@@ -136,6 +136,7 @@ def clone_checkpoint(
     trial: str,
     stamp: Stamp,
     *,
+    last_step: int | None = None,
     timeout_seconds: float = 120.0,
 ) -> ClonedCheckpoint:
     """Clone a checkpoint for `trial`, within an experiment or into another one, without copying its bytes.
@@ -145,9 +146,10 @@ def clone_checkpoint(
     checkpoint of the trial.
 
     Args:
-        source: a checkpoint, or a trial, which means its newest checkpoint.
+        source: a checkpoint, or a trial, which means its newest checkpoint that another step follows.
         into: the state of the journal that holds `trial`, opened by the caller.
         stamp: write id and time of this clone. A try with the same stamp is the same clone.
+        last_step: the step with which each trial ends at the latest; None if that is not known.
         timeout_seconds: limit of each try.
 
     Raises:
@@ -159,7 +161,8 @@ def clone_checkpoint(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
-            key = newest_of(store, source, side_by_side=transfers) if isinstance(source, TrialKey) else source
+            is_trial = isinstance(source, TrialKey)
+            key = newest_of(store, source, last_step=last_step, side_by_side=transfers) if is_trial else source
             try:
                 return ClonedCheckpoint(clone(store, key, into, trial, stamp, side_by_side=transfers), key)
             except CheckpointNotFound:

@@ -251,18 +251,21 @@ def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: Journal
     if events:
         journal_writer.write(events)
     if request.exploit is not None:
-        _exploit(plan, request.exploit, journal_writer)
+        _exploit(plan, request.exploit, request.last_step, journal_writer)
 
 
-def _exploit(plan: TrialSpec, exploit: Exploit, journal_writer: JournalWriter) -> None:
-    """Clone the source's newest checkpoint; if it has none, clone the trial's own for the new configuration."""
+def _exploit(plan: TrialSpec, exploit: Exploit, last_step: int | None, journal_writer: JournalWriter) -> None:
+    """Clone the source's newest checkpoint that another step follows; if it has none, the trial's own.
+
+    The new configuration trains at least one step, so that no result is shown beside a configuration without a part
+    in it.
+    """
     trial = plan.trial.trial
     for source in (exploit.source, trial):
         key = TrialKey(experiment=plan.trial.experiment, trial=source)
         try:
-            cloned = clone_checkpoint(
-                plan.target, key, skip_prefect_introspection(journal_writer.experiment), trial, new_write_id()
-            )
+            into = skip_prefect_introspection(journal_writer.experiment)
+            cloned = clone_checkpoint(plan.target, key, into, trial, new_write_id(), last_step=last_step)
             event = Cloned(
                 trial=trial,
                 checkpoint=cloned.checkpoint,

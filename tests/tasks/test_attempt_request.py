@@ -101,8 +101,8 @@ class Desk:
         for step in steps:
             self._save(journal_writer, self.plan.trial, step)
 
-    def source(self) -> None:
-        """Another trial, with one checkpoint at step 2."""
+    def source(self, *steps: int, ends: Sequence[Event] = ()) -> None:
+        """Another trial, with a checkpoint of each of the steps."""
         began: list[Event] = [
             Adopted(),
             TrialAdded(trial=SOURCE, config={}),
@@ -111,7 +111,10 @@ class Desk:
         opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
         state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
         journal_writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
-        self._save(journal_writer, TrialKey(experiment="e", trial=SOURCE), 2)
+        for step in steps:
+            self._save(journal_writer, TrialKey(experiment="e", trial=SOURCE), step)
+        if ends:
+            journal_writer.write(list(ends))
 
     def _save(self, journal_writer: JournalWriter, trial: TrialKey, step: int) -> None:
         directory = Path(self.target.path).parent / f"{trial.trial}-{step}-{journal_writer.experiment.number}"
@@ -155,7 +158,7 @@ def orders(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = Non
 
 def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_it(desk: Desk) -> None:
     """The machine that ran them died without a word, and whatever ran them runs them again."""
-    desk.source()
+    desk.source(2)
     told = orders(1, exploit=EXPLOIT)
     desk.saves(desk.begun(told), 3, 4, 5)
     again = desk.begun(told)
@@ -164,13 +167,35 @@ def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_i
     assert desk.count(Cloned) == 1
 
 
+@pytest.mark.parametrize(
+    ("last_step", "ends"),
+    [(4, ()), (None, [Finished(trial=SOURCE, reason="step 4 of 4")])],
+    ids=["at the last step", "completed"],
+)
+def test_an_exploit_never_continues_from_the_end_of_its_source(
+    desk: Desk, last_step: int | None, ends: Sequence[Event]
+) -> None:
+    desk.source(2, 4, ends=ends)
+    trial = desk.begun(replace(orders(1, exploit=EXPLOIT), last_step=last_step)).experiment.trial(TRIAL)
+    assert (trial.step, trial.config) == (2, EXPLOIT.config)
+
+
+def test_a_source_with_nothing_but_its_end_leaves_the_trial_its_own_weights(desk: Desk) -> None:
+    desk.source(4)
+    journal_writer = desk.begun(orders(1))
+    desk.saves(journal_writer, 3)
+    journal_writer.write([Paused(trial=TRIAL, reason="its turn is over")])
+    trial = desk.begun(replace(orders(2, exploit=EXPLOIT), last_step=4)).experiment.trial(TRIAL)
+    assert (trial.step, trial.config) == (3, EXPLOIT.config)
+
+
 def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before_its_attempt_began(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: object) -> None:
         raise StoreUnavailable("for longer than the retries last")
 
-    desk.source()
+    desk.source(2)
     desk.given(orders(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     told = orders(2, exploit=EXPLOIT)
     with monkeypatch.context() as patch:

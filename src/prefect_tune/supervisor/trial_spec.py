@@ -86,6 +86,8 @@ class AttemptRequest:
     """Whether it commits a checkpoint of that step before it asks."""
     exploit: Exploit | None = None
     """Resume from a clone of another trial's newest checkpoint, with another configuration."""
+    last_step: int | None = None
+    """The step with which each trial ends at the latest, from which nothing is exploited; None if it is not known."""
     puts_aside: tuple[Quarantined, ...] = ()
     """Checkpoints to quarantine first, since the trainable fails on them."""
     answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

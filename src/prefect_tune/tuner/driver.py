@@ -200,6 +200,7 @@ class Driver:
             milestone=self._policy.milestone(state),
             saves_first=self._policy.saves_first,
             exploit=state.exploits,
+            last_step=self._limits.options.stopper.step_count if state.exploits else None,
             puts_aside=self._failure_handler.put_aside.pop(trial, ()),
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )

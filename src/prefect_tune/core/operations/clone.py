@@ -29,13 +29,13 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
+    Status,
     Trial,
     is_acceptable,
     is_aside,
     is_collectable,
     is_held,
     is_live,
-    newest_key,
 )
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events.experiment_events import (
@@ -54,17 +54,26 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
 
-def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> CheckpointKey:
-    """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.
+def newest_of(
+    store: ObjectStore, trial: TrialKey, *, last_step: int | None = None, side_by_side: ParallelMap
+) -> CheckpointKey:
+    """Return the newest checkpoint in the journal of `trial` from which a clone trains at least one more step.
+
+    Args:
+        last_step: the step with which each trial ends at the latest; None if that is not known.
 
     Raises:
         CheckpointNotFound: the trial has none.
     """
     state = load(store, journal_of(store, trial), side_by_side=side_by_side).trials.get(trial.trial)
-    newest = newest_key(trial, state) if state else None
-    if newest is None:
-        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that could be cloned")
-    return newest
+    live = state.checkpoints if state else ()
+    if state is not None and state.status is Status.COMPLETED:
+        live = tuple(each for each in live if each.step < state.step)
+    if last_step is not None:
+        live = tuple(each for each in live if each.step < last_step)
+    if not live:
+        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that another step follows")
+    return trial.checkpoint_key(live[-1])
 
 
 def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from another
