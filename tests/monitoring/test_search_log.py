@@ -29,6 +29,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.search_log import SearchLog
+from prefect_tune.supervisor.search_link import StepReported
 
 LOG = logging.getLogger("a flow run")
 T = "00003"
@@ -121,6 +122,30 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
         "trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): number 2 of 3, of which 1 is promoted",
         "trial 00003 paused at step 2, loss 0.25 (the best so far): number 1 of 3, of which 1 is promoted",
     ]
+
+
+def test_a_trial_that_is_worse_than_an_earlier_report_is_not_called_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    state = nothing_yet("e")
+    log = SearchLog(state, Objective(metrics=("accuracy",), modes=("max",)), "s3://bucket/runs", LOG)
+    events: list[Event] = []
+    for trial in ("00001", "00002"):
+        events += [TrialAdded(trial=trial, config={}, apart=True), Started(trial=trial, attempt=1, from_step=0)]
+    for step, accuracy in ((1, 0.95), (2, 0.9)):
+        events.append(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+    events.append(Finished(trial="00001", reason="asked", left=True))
+    for number, event in enumerate(events, 1):
+        state = after_event(state, event, number)
+        log.happened(event, state)
+    log.reported(StepReported("00002", StepReport(step=1, metrics={"accuracy": 0.97}), asks=False), state)
+    for event in (
+        Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.96})),
+        Finished(trial="00002", reason="enough"),
+    ):
+        state = after_event(state, event, state.number + 1)
+        log.happened(event, state)
+    first, second = (each for each in caplog.messages if " at step 2" in each)
+    assert "accuracy 0.9 (its best: 0.95): " in first
+    assert "accuracy 0.96 (its best: 0.97): " in second
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.ranking import Losses, losses_in, ranked
+from prefect_tune.core.experiment.ranking import Losses, losses_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
@@ -16,6 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     GaveUp,
     Paused,
+    Reported,
     Started,
     events_in,
 )
@@ -25,6 +27,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.formatting import format_value, visible
 from prefect_tune.terminal.trials_table import config_cells
 
@@ -42,17 +45,25 @@ class SearchLog(SearchObserver):
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
-        # The best result of a trial that has paused or ended, if trials are compared by one metric.
-        found = ranked(experiment.trials.values(), objective)[:1]
-        self._best: tuple[Losses, str] | None = next(((losses, trial.trial) for trial, losses in found), None)
+        self._best: tuple[Losses, str] | None = None  # of all reports, if trials are compared by one metric
+        for trial in experiment.trials.values():
+            decided = (each.report.metrics for each in trial.past if each.report is not None)
+            for metrics in (*decided, *(each.metrics for each in trial.checkpoints), trial.metrics):
+                self._compare(trial.trial, metrics)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
             match each:
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     self._log_event(each, experiment.trial(each.trial), experiment.name)
+                case Reported(trial=trial, report=report):
+                    self._compare(trial, report.metrics)
                 case _:
                     pass
+
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
+        del experiment
+        self._compare(step.trial, step.report.metrics)
 
     def lost(self, trial: Trial, why: str) -> None:
         if trial.phase is Phase.RUNNING:
@@ -129,17 +140,20 @@ class SearchLog(SearchObserver):
         found = {name: metric_in(trial.metrics, name) for name in names}
         return "".join(f", {name} {format_value(value)}" for name, value in found.items() if value is not None)
 
+    def _compare(self, trial: str, metrics: Mapping[str, object]) -> None:
+        losses = losses_in(metrics, self._objective) if self._objective else None
+        if losses is not None and len(losses) == 1 and (self._best is None or losses < self._best[0]):
+            self._best = losses, trial
+
     def _compared(self, trial: Trial, losses: Losses | None) -> str:
-        """Return how a trial's result compares with the best so far; empty unless trials are compared by one metric."""
-        if self._objective is None or losses is None or len(losses) != 1 or not trial.apart:
+        """Return how a trial's last report compares with the best of all reports; empty unless by one metric."""
+        if self._objective is None or self._best is None or losses is None or len(losses) != 1 or not trial.apart:
             return ""
-        if self._best is None or losses < self._best[0]:
-            self._best = losses, trial.trial
         (best,), its_trial = self._best
-        if its_trial == trial.trial:
-            return " (the best so far)" if losses == (best,) else ""
-        value = best if self._objective.modes[0] == "min" else -best
-        return f" (best: {format_value(value)}, trial {its_trial})"
+        if losses == (best,) and its_trial == trial.trial:
+            return " (the best so far)"
+        value = format_value(best if self._objective.modes[0] == "min" else -best)
+        return f" (its best: {value})" if its_trial == trial.trial else f" (best: {value}, trial {its_trial})"
 
 
 def _config_of(trial: Trial) -> str:
