@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal_events.experiment_events import Finished
 from tests.fakes.failed_searches import results_of_failed
-from tests.trainables.moody import Moody, silent, train
+from tests.trainables.moody import Moody, differently, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -70,7 +71,7 @@ def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("trainable", "metric", "status"), [(silent, "loss", "completed"), (Moody, "lsos", "interrupted")]
+    ("trainable", "metric", "status"), [(silent, "acuracy", "completed"), (Moody, "lsos", "interrupted")]
 )
 def test_a_metric_that_the_scheduler_needs_and_no_report_has_fails_the_search_but_no_trial(
     trainable: Any, metric: str, status: str, tmp_path: Path
@@ -79,6 +80,25 @@ def test_a_metric_that_the_scheduler_needs_and_no_report_has_fails_the_search_bu
     results = results_of_failed(lambda: searched(tmp_path, trainable, **asha))
     assert statuses(results) == [status]
     assert results.experiment.ends == f"no report had the metric '{metric}'"
+
+
+class MarksEnd(pt.Callback):
+    """Creates a file when a trial has completed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+        del trial, finished
+        self.file.touch()
+
+
+def test_one_trial_without_the_metric_ends_no_search_while_another_may_still_report_it(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    space = {"x": pt.grid_search([0, 1, 2]), "ended": str(ended)}
+    results = searched(tmp_path, differently, space=space, stop=None, callbacks=[MarksEnd(ended)])
+    assert statuses(results) == ["completed"] * 3
+    assert results.best.trial == "00001"
 
 
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:

@@ -119,3 +119,7 @@ def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]
+
+
+def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
+    assert "; 2 without loss in the last report; best: " in line(state(lacking_count=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,3 +42,12 @@ def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def silent(_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Report something else than what is asked for."""
     return {"accuracy": 1.0}
+
+
+def differently(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Report another metric than the others, which wait until this trial has ended."""
+    if config["x"] == 0:
+        return {"val_loss": 1.0}
+    while not Path(config["ended"]).exists():
+        time.sleep(0.05)
+    return {"loss": float(config["x"])}

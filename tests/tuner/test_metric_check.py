@@ -27,6 +27,7 @@ from prefect_tune.tuner.metric_check import MetricCheck
 LOG = logging.getLogger("a flow run")
 T = "00000"
 FIRST = "trial 00000 reported ['loss'], without the metric 'los'; the search ends if no report has it by the time"
+SILENT = ", and all that train then have reported"
 CERTAIN = "no report had the metric 'los'"
 NO_ACCURACY = "no report had the metric 'accuracy'"
 UNDECIDED = BadMetric("trial 00000, step 1: expected a number for metric 'los'")
@@ -39,8 +40,8 @@ class Search:
         self.check = MetricCheck(Objective(metrics=metrics, modes=("min",) * len(metrics)), LOG)
         self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
 
-    def tells(self, **metrics: object) -> None:
-        self.check.reported(StepReported(T, StepReport(step=1, metrics=metrics), asks=False), self.state)
+    def tells(self, trial: str = T, **metrics: object) -> None:
+        self.check.reported(StepReported(trial, StepReport(step=1, metrics=metrics), asks=False), self.state)
 
     def happens(self, *events: Event) -> None:
         for event in events:
@@ -68,7 +69,7 @@ def test_a_metric_that_the_first_report_lacks_is_named_once_with_the_one_that_wa
     search = Search("los")
     for _ in range(3):
         search.tells(loss=1.0)
-    assert caplog.messages == [f"{FIRST} a trial completes; did you mean 'loss'?"]
+    assert caplog.messages == [f"{FIRST} a trial completes{SILENT}; did you mean 'loss'?"]
     assert not search.why_end
 
 
@@ -87,12 +88,43 @@ def test_one_trial_without_the_metric_and_without_a_similar_one_is_no_proof_but_
     search = Search("accuracy")
     search.happens(*trial([{"skipped": 1}]))
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].endswith("the search ends if no report has it by the time two trials have completed")
+    assert caplog.messages[0].endswith(
+        f"the search ends if no report has it by the time two trials have completed{SILENT}"
+    )
     *before, last = trial([{"skipped": 1}], name="00001")
     search.happens(TrialAdded(trial="00001", config={}, apart=True), *before)
     assert not search.why_end
     search.happens(last)
     assert search.why_end == NO_ACCURACY
+
+
+def test_a_search_ends_only_once_the_trials_that_train_meanwhile_have_reported_too() -> None:
+    search = Search("los")
+    names = "00001", "00002"
+    search.happens(*(TrialAdded(trial=name, config={}, apart=True) for name in names))
+    search.happens(*(Started(trial=name, attempt=1, from_step=0) for name in names))
+    search.happens(*trial([{"loss": 1.0}]))
+    search.happens(TrialAdded(trial="00003", config={}, apart=True))  # it began later
+    assert not search.why_end
+    search.happens(AttemptEnded(trial="00001", cause=Cause.PREEMPTED, message=""))
+    assert not search.why_end
+    search.tells("00002", loss=1.0)
+    assert search.why_end == CERTAIN
+    assert not search.check.came_late
+    search.tells("00003", los=1.0)
+    assert search.check.came_late
+    assert search.why_end == CERTAIN
+
+
+def test_a_search_continues_if_a_trial_that_trains_meanwhile_reports_the_metric() -> None:
+    search = Search("loss")
+    other = "00001"
+    search.happens(TrialAdded(trial=other, config={}, apart=True), Started(trial=other, attempt=1, from_step=0))
+    search.happens(*trial([{"val_loss": 1.0}]))
+    assert not search.why_end
+    search.tells(other, loss=1.0)
+    search.happens(Finished(trial=other, reason="the trainable returned"))
+    assert not search.why_end
 
 
 def test_a_trial_that_reports_something_else_ends_no_search_whose_next_trial_has_the_metric() -> None:
@@ -158,3 +190,22 @@ def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureF
     search.tells(los=float("nan"))
     search.tells(loss=1.0)
     assert caplog.messages == []
+
+
+def test_each_trial_that_completes_without_a_metric_that_others_report_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = Search("loss")
+    steps: Mapping[str, Sequence[Mapping[str, object]]] = {
+        "00001": [],
+        "00002": [{"loss": 1.0}, {"other": 1.0}],
+        "00003": [{"other": 1.0}],
+    }
+    search.happens(*trial([{"other": 1.0}]))
+    caplog.clear()
+    for name, reports in steps.items():
+        search.happens(TrialAdded(trial=name, config={}, apart=True), *trial(reports, name=name))
+    lacking = (T, "00001", "00003")
+    assert caplog.messages == [
+        f"trial {each} completed and never reported the metric 'loss', which others have reported" for each in lacking
+    ]

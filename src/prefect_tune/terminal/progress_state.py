@@ -94,6 +94,8 @@ class ProgressState:
     """The share of the training that is done, from 0 to 1; None if the number of trials is unknown."""
     ended_because: str = ""
     """Why the search ends early; empty while it does not."""
+    lacking_count: int = 0
+    """The number of completed trials that cannot be compared: their last report lacks a metric of the search."""
     has_trained: bool = True
     """Whether this run has started an attempt; if not, every trial had ended before it."""
 
@@ -213,10 +215,12 @@ class ProgressTracker:
             if each.phase is Phase.RUNNING
         ]
         others = _best_first([each for each in trials if each.phase is not Phase.RUNNING], objective)
+        counts = Counter(each.status for each in trials)
+        compared = sum(each.status is Status.COMPLETED for each in others)
         return ProgressState(
             outlook=outlook,
             elapsed=elapsed,
-            counts=Counter(each.status for each in trials),
+            counts=counts,
             reports_per_second=self._rate(now, reports),
             left=self._left(now, trials, attempts),
             may_take_longer=outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials),
@@ -228,6 +232,7 @@ class ProgressTracker:
             errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
             share=share_of_search(trials, live, outlook),
             ended_because=experiment.ends,
+            lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
             has_trained=bool(attempts),
         )
 

@@ -46,6 +46,8 @@ def line(state: ProgressState) -> str:
     parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
     if state.running and (left := time_left(state)):
         parts.append(left)
+    if state.lacking_count and state.outlook.objective is not None:
+        parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
     if state.best is not None and state.outlook.objective is not None:
         parts.append(f"best: trial {state.best.trial}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"

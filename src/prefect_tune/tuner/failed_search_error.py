@@ -11,19 +11,19 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import leaves, plural
 from prefect_tune.results.results import Results
 from prefect_tune.terminal.error_groups import errors_by_cause
-from prefect_tune.tuner.metric_check import never_last
+from prefect_tune.tuner.metric_check import MetricCheck, never_last
 
 _CAUSES = 3
 """Different errors in the message."""
 
 
-def failure_of(results: Results, found: Experiment | None, *, lacks_metric: bool) -> SearchFailed | None:
-    """Return the error of a search whose trials all errored, or of which no report had a metric; None for any other.
+def failure_of(results: Results, found: Experiment | None, metric_check: MetricCheck) -> SearchFailed | None:
+    """Return the error of a search whose trials all errored, or that lacked a metric; None for any other.
 
     Args:
         found: the experiment as this run found it; None if it did not read it.
-        lacks_metric: whether it is certain already that a metric is missing. It is read from the reports otherwise, if
-            a trial has completed and no last report has the metric.
+        metric_check: whether the search ended since a metric is missing. That is read from the reports otherwise, if a
+            trial has completed and no last report has the metric.
     """
     if not results.trials:
         return None
@@ -31,8 +31,10 @@ def failure_of(results: Results, found: Experiment | None, *, lacks_metric: bool
         earlier = {} if found is None else found.trials
         skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
         return SearchFailed(_all_errored(results, skipped), results)
+    if metric_check.came_late:
+        return SearchFailed(_reported_late(results, metric_check.ended_without), results)
     missing = never_last(results.experiment, results.objective.metrics if results.objective else ())
-    if missing and not lacks_metric:
+    if missing and not metric_check.ended_without:
         missing = _in_no_report(results, missing)
     return SearchFailed(_without_metric(results, missing), results) if missing else None
 
@@ -68,6 +70,15 @@ def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
     said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
     more = len(causes) - _CAUSES
     return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
+
+
+def _reported_late(results: Results, metrics: Sequence[str]) -> str:
+    names = ", ".join(map(repr, metrics))
+    return (
+        f"experiment {results.experiment.name!r}: the search ended since no report had the metric {names}, and another "
+        "trial reported it after that. Run the search again under the same experiment name to continue it: trials that "
+        "have ended are kept, the others continue from their checkpoints"
+    )
 
 
 def _without_metric(results: Results, missing: Sequence[str]) -> str:

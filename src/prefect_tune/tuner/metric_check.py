@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from prefect_tune.core.did_you_mean import did_you_mean, nearest
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Event, Finished, Reported, Started, events_in
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal_events.experiment_events import (
+    AttemptEnded,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Reported,
+    Started,
+    TrialAdded,
+    events_in,
+)
 from prefect_tune.core.models import StepReport, leaves, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.search_observer import SearchObserver
@@ -25,7 +35,9 @@ class MetricCheck(SearchObserver):
     A trainable may report a metric every n-th step only. So a trial shows that a metric is missing only when it has
     completed, if it began in this run, or when the scheduler could not decide about it, and no report of any trial had
     the metric. It is certain with the first such trial if a metric of a similar name was reported; else with the
-    second: one trial alone may be an exception, such as a configuration that cannot be trained.
+    second: one trial alone may be an exception, such as a configuration that cannot be trained. The search then ends as
+    soon as each trial that is training at that moment has reported too, or has ended; at once if it is the scheduler
+    that cannot decide, since its trial waits for the answer.
     """
 
     def __init__(self, objective: Objective | None, log: Log) -> None:
@@ -37,9 +49,20 @@ class MetricCheck(SearchObserver):
         """The names in the reports of this run, while one is missing."""
         self._is_first = True
         self._begun: set[str] = set()
+        self._reported_by: dict[str, set[str]] = {each: set() for each in self._metrics}
+        """The trials that have reported each metric in this run."""
+        self._completed_without: dict[str, list[str]] = {each: [] for each in self._metrics}
+        """The trials that have completed without each metric, while no report had it."""
         self._lacking: set[str] = set()
         """The trials that have completed without a metric, and the errors of those that could not be decided."""
-        self._reason = ""
+        self._silent: set[str] = set()
+        """The trials that have begun in this run and have reported nothing in it."""
+        self._awaited: set[str] | None = None
+        """The silent trials when it became certain; None while it is not."""
+        self._lack: Sequence[str] = ()
+        """The metrics that are missing for certain, unless a silent trial reports them."""
+        self.ended_without: Sequence[str] = ()
+        """The metrics for whose lack the search ends; empty while it continues."""
 
     def why_end(self, experiment: Experiment, undecided: BadMetric | None = None) -> str:
         """Return why the search ends; empty while it continues.
@@ -48,8 +71,15 @@ class MetricCheck(SearchObserver):
             undecided: the error of a scheduler that could not decide. It compares the first metric.
         """
         if undecided is not None:
-            self._conclude(str(undecided), experiment, [each for each in self._metrics[:1] if each in self._missing])
-        return self._reason
+            self._conclude(str(undecided), experiment, self._metrics[:1], awaited=set())
+        if self._awaited is not None and not self.ended_without and not self._awaited & self._silent:
+            self.ended_without = never_last(experiment, [each for each in self._lack if each in self._missing])
+        return f"no report had the metric {', '.join(map(repr, self.ended_without))}" if self.ended_without else ""
+
+    @property
+    def came_late(self) -> bool:
+        """Whether the search ends for lack of metrics, and a trial has reported all of them since."""
+        return bool(self.ended_without) and not set(self.ended_without) & set(self._missing)
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
@@ -59,20 +89,37 @@ class MetricCheck(SearchObserver):
         """Check also the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
         for each in events_in(event):
             match each:
-                case Started(trial=trial, attempt=1):
-                    self._begun.add(trial)
+                case TrialAdded(trial=trial):
+                    self._silent.add(trial)
+                case Started(trial=trial):
+                    self._silent.add(trial)
+                    if each.attempt == 1:
+                        self._begun.add(trial)
                 case Reported(trial=trial, report=report):
                     self._check(trial, report)
-                case Finished(trial=trial) if trial in self._begun:
-                    if experiment.trial(trial).status is Status.COMPLETED:
-                        self._conclude(trial, experiment, self._missing)
+                case Finished(trial=trial):
+                    self._silent.discard(trial)
+                    if trial in self._begun and experiment.trial(trial).status is Status.COMPLETED:
+                        self._note_lacking(experiment.trial(trial))
+                        self._conclude(trial, experiment, self._metrics, awaited=self._silent)
+                case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Paused(trial=trial):
+                    self._silent.discard(trial)
                 case _:
                     pass
 
+    def lost(self, trial: Trial, why: str) -> None:
+        del why
+        self._silent.discard(trial.trial)
+
     def _check(self, trial: str, report: StepReport) -> None:
+        self._silent.discard(trial)
+        for name in self._metrics:
+            if metric_in(report.metrics, name) is not None:
+                self._reported_by[name].add(trial)
         if self._missing:
             self._missing = [each for each in self._missing if metric_in(report.metrics, each) is None]
             self._reported.update(name for name, _ in leaves(report.metrics))
+            self._warn_of_lacking()
         if self._is_first:
             self._is_first = False
             self._warn(trial, report)
@@ -86,16 +133,34 @@ class MetricCheck(SearchObserver):
             elif value is None:
                 hint = did_you_mean(name, found)
                 self._log.warning(
-                    "trial %s reported %s, without the metric %r; the search ends if no report has it by the time %s%s",
+                    "trial %s reported %s, without the metric %r; the search ends if no report has it by the time %s, "
+                    "and all that train then have reported%s",
                     *(trial, sorted(found), name, "a trial completes" if hint else "two trials have completed", hint),
                 )
 
-    def _conclude(self, by: str, experiment: Experiment, missing: Sequence[str]) -> None:
-        if not (lacking := never_last(experiment, missing)):
+    def _note_lacking(self, trial: Trial) -> None:
+        for name in self._metrics:
+            if trial.trial not in self._reported_by[name] and metric_in(trial.metrics, name) is None:
+                self._completed_without[name].append(trial.trial)
+        self._warn_of_lacking()
+
+    def _warn_of_lacking(self) -> None:
+        """Warn of each trial that has completed without a metric that others have reported."""
+        for name in self._metrics:
+            while name not in self._missing and self._completed_without[name]:
+                lacking = self._completed_without[name].pop(0)
+                self._log.warning(
+                    "trial %s completed and never reported the metric %r, which others have reported", lacking, name
+                )
+
+    def _conclude(self, by: str, experiment: Experiment, among: Sequence[str], *, awaited: Collection[str]) -> None:
+        if not (lacking := never_last(experiment, [each for each in among if each in self._missing])):
             return
         self._lacking.add(by)
-        if len(self._lacking) >= _CERTAIN or all(nearest(each, self._reported) for each in lacking):
-            self._reason = f"no report had the metric {', '.join(map(repr, lacking))}"
+        is_certain = len(self._lacking) >= _CERTAIN or all(nearest(each, self._reported) for each in lacking)
+        if is_certain:
+            self._lack = lacking
+            self._awaited = set(awaited) if self._awaited is None else self._awaited & set(awaited)
 
 
 def never_last(experiment: Experiment, metrics: Sequence[str]) -> Sequence[str]:

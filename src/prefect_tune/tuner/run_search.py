@@ -93,7 +93,7 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
         while turn is not None:
             results, found = _searched(turn, metric_check), turn.found
             turn = next_turn(turn, QUESTION, results.experiment)
-    error = failure_of(results, found, lacks_metric=bool(metric_check.why_end(results.experiment)))
+    error = failure_of(results, found, metric_check)
     return results if error is None else failed_by(error, Results)
 
 
