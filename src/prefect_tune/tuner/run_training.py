@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.messages.stop_requests import StopRequest
-from prefect_tune.core.models import first_line
+from prefect_tune.core.models import first_line, plural
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
@@ -200,7 +200,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
     if trial is not None and is_done:
         log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
     elif trial is not None and newest is not None:
-        log.info("%s: resumes from step %d, after %d attempts", where, newest.step, trial.attempt)
+        log.info("%s: resumes from step %d, after %s", where, newest.step, plural(trial.attempt, "attempt", "attempts"))
         if changed := code_changed(spec.target, spec.trial, trial, training.options.trainable):
             log.warning("%s: training continues with the new code", changed)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:

@@ -75,10 +75,11 @@ def _print(found: Sequence[Collected], *, deleted: bool) -> None:
     if something:
         print_parts(table, "")
     size = shown_size(sum(each.orphan_bytes for each in found))
-    objects = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
-    if not objects:
+    count = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
+    objects = plural(count, "object", "objects")
+    if not count:
         print_parts(f"nothing to collect in {plural(len(found), 'trial', 'trials')}")
     elif deleted:
-        print_parts(f"deleted: {plural(objects, 'object', 'objects')}, {size}")
+        print_parts(f"deleted: {objects}, {size}")
     else:
-        print_parts(f"{plural(objects, 'object', 'objects')}, {size}; to delete them: --delete")
+        print_parts(f"{objects}, {size}; to delete them: --delete")
