@@ -161,8 +161,10 @@ def clone_checkpoint(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
-            is_trial = isinstance(source, TrialKey)
-            key = newest_of(store, source, last_step=last_step, side_by_side=transfers) if is_trial else source
+            if isinstance(source, TrialKey):
+                key = newest_of(store, source, last_step=last_step, side_by_side=transfers)
+            else:
+                key = source
             try:
                 return ClonedCheckpoint(clone(store, key, into, trial, stamp, side_by_side=transfers), key)
             except CheckpointNotFound:
