@@ -33,6 +33,14 @@ def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
     assert objects(local_target) == before
 
 
+def test_a_run_without_a_seed_continues_with_that_of_the_experiment(local_target: LocalTarget) -> None:
+    configs = [
+        [each.config for each in searched(local_target, name, num_samples=count, **seed).trials.values()]
+        for name, count, seed in (("one", 1, {"seed": 3}), ("one", 2, {}), ("other", 2, {"seed": 3}))
+    ]
+    assert configs[1] == configs[2]
+
+
 def test_a_search_is_no_training_and_a_training_is_no_search(local_target: LocalTarget) -> None:
     searched(local_target, num_samples=1)
     pt.durable_trainable(Moody, {"x": 1.0}, target=local_target, experiment="one", stop={"step": 2})

@@ -42,6 +42,7 @@ from prefect_tune.parameters.checks.resume_compatibility import (
     say_errored,
     say_space,
     settings_before_training,
+    with_seed_of,
 )
 from prefect_tune.parameters.checks.search_limits import (
     SearchLimits,
@@ -122,8 +123,8 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 journal_writer.write(news)
             if journal_writer.experiment.questions:
                 return journal_writer.experiment  # no trial starts before they are answered
-            # Another run may have added samples between the reading and the opening.
-            asks = policy if now.num_samples == plan.num_samples else _policy(now)
+            # Another run may have added samples between the reading and the opening; the journal has the seed.
+            asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else _policy(now)
             _learn(asks, journal_writer)
             log = get_run_logger()
             log_opening(now, state, slots, _where(plan), log)
@@ -154,11 +155,11 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     """
     plan, log = turn.plan, get_run_logger()
     # Check before the takeover: a refused run must not disturb the present owner.
-    require_same(known.experiment, plan.settings)
+    require_same(known.experiment, with_seed_of(known.experiment, plan).settings)
     if plan.on_code_change == "refuse":
         require_code(known.experiment, plan)
     state = take_over(turn, known)
-    now, added = samples_per_run.extended(plan, state, call_path)
+    now, added = samples_per_run.extended(with_seed_of(state, plan), state, call_path)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     say_space(state, now, log)

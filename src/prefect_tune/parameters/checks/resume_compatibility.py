@@ -61,6 +61,12 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
             )
 
 
+def with_seed_of(state: Experiment, plan: SearchPlan) -> SearchPlan:
+    """Return the plan with the seed of the experiment's journal if it passes none."""
+    seed = state.settings.get("seed")
+    return plan.extended(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
+
+
 def _has_compared(state: Experiment) -> bool:
     """Whether a decision or proposal may have used the metric: not if it is misspelt, so that no report has it."""
     objective, trials = objective_in(state.settings), state.trials.values()
