@@ -72,7 +72,7 @@ def newest_of(
     if last_step is not None:
         live = tuple(each for each in live if each.step < last_step)
     if not live:
-        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that another step follows")
+        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that could be cloned and trained further")
     return trial.checkpoint_key(live[-1])
 
 
