@@ -1,4 +1,4 @@
-"""Who listens to a search: what it is told, in which order, how often, and that it can hold up nobody."""
+"""Callbacks of a search: which events they receive, in which order, how often; a slow callback delays no trial."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LOG = logging.getLogger("prefect_tune.tests.callbacks")
 PATIENCE = timedelta(seconds=60)
 
 
-class Diary(pt.Callback):
-    """Writes down what it is told; what it has of it in its state is how many steps."""
+class Recorder(pt.Callback):
+    """Records every call; its stored state is the number of steps."""
 
-    def __init__(self, name: str = "diary") -> None:
+    def __init__(self, name: str = "recorder") -> None:
         self._name = name
-        self.told: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []
         self.steps = 0
 
     @property
@@ -47,35 +47,35 @@ class Diary(pt.Callback):
         return self._name
 
     def setup(self, search: pt.SearchInfo) -> None:
-        self.told.append(("setup", search))
+        self.events.append(("setup", search))
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
-        self.told.append(("start", trial.trial, started.from_step))
+        self.events.append(("start", trial.trial, started.from_step))
 
     def on_trial_restore(self, trial: Trial, started: Started) -> None:
-        self.told.append(("restore", trial.trial, started.from_step))
+        self.events.append(("restore", trial.trial, started.from_step))
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         self.steps += 1
-        self.told.append(("result", trial.trial, report.step, report.metrics))
+        self.events.append(("result", trial.trial, report.step, report.metrics))
 
     def on_trial_save(self, trial: Trial, checkpoint: CheckpointRef) -> None:
-        self.told.append(("save", trial.trial, checkpoint.step))
+        self.events.append(("save", trial.trial, checkpoint.step))
 
     def on_checkpoint(self, trial: Trial, checkpoint: CheckpointRef) -> None:
-        self.told.append(("checkpoint", trial.trial, checkpoint.step))
+        self.events.append(("checkpoint", trial.trial, checkpoint.step))
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        self.told.append(("recover", trial.trial, ended.cause))
+        self.events.append(("recover", trial.trial, ended.cause))
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
-        self.told.append(("complete", trial.trial, finished.reason))
+        self.events.append(("complete", trial.trial, finished.reason))
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        self.told.append(("error", trial.trial, gave_up.cause))
+        self.events.append(("error", trial.trial, gave_up.cause))
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
-        self.told.append(("end", {name: str(each.status) for name, each in trials.items()}))
+        self.events.append(("end", {name: str(each.status) for name, each in trials.items()}))
 
     def get_state(self) -> Mapping[str, object]:
         return {"steps": self.steps}
@@ -84,11 +84,11 @@ class Diary(pt.Callback):
         self.steps = state["steps"]
 
     def of(self, trial: str) -> list[tuple[Any, ...]]:
-        return [(each[0], *each[2:3]) for each in self.told if each[1] == trial]
+        return [(each[0], *each[2:3]) for each in self.events if each[1] == trial]
 
 
-class Raises(Diary):
-    """Fails in every hook."""
+class Raises(Recorder):
+    """Raises at the start and at each result of a trial."""
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         super().on_trial_result(trial, report)
@@ -105,12 +105,12 @@ STATUSES = {"00000": "completed", "00001": "errored", "00002": "completed"}
 
 
 @pytest.fixture(scope="module")
-def told(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Diary]:
+def recorded(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorder]:
     """Three trials: one that trains, one that raises at step 2, one that is killed there once; then a resume."""
     assert prefect_server
     folder = tmp_path_factory.mktemp("callbacks")
-    diaries = {name: Diary(name) for name in ("first", "second", "late")}
-    diaries |= {"same": Diary("first"), "raises": Raises("raises")}
+    callbacks_by_name = {name: Recorder(name) for name in ("first", "second", "late")}
+    callbacks_by_name |= {"same": Recorder("first"), "raises": Raises("raises")}
 
     def search(*names: str) -> None:
         space = {"fails": pt.grid_search(["not", "raise", "kill"]), "until": str(folder / "killed")}
@@ -124,34 +124,37 @@ def told(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mappi
             num_samples=1,
             checkpoint=pt.Cadence(every_steps=1),
             max_concurrent_trials=1,
-            callbacks=[diaries[name] for name in names],
+            callbacks=[callbacks_by_name[name] for name in names],
         )
 
     search("first", "raises")
     search("same", "late")
-    return diaries
+    return callbacks_by_name
 
 
 class TestInASearch:
-    """What each of the diaries holds."""
+    """The calls that each callback recorded."""
 
-    def test_it_is_set_up_first_and_receives_the_end_last(self, told: Mapping[str, Diary]) -> None:
-        (what, search), *_, end = told["first"].told
+    def test_it_is_set_up_first_and_receives_the_end_last(self, recorded: Mapping[str, Recorder]) -> None:
+        (what, search), *_, end = recorded["first"].events
         assert what == "setup"
         assert (search.experiment, search.objective.metrics, search.objective.modes) == ("e", ("loss",), ("min",))
         assert search.target_uri.startswith("file://")
         assert end == ("end", STATUSES)
 
-    def test_a_trial_that_trains_is_told_step_by_step(self, told: Mapping[str, Diary]) -> None:
-        diary = told["first"]
-        *begun, (ended, reason) = diary.of("00000")
+    def test_a_trial_that_trains_is_told_step_by_step(self, recorded: Mapping[str, Recorder]) -> None:
+        callback = recorded["first"]
+        *begun, (ended, reason) = callback.of("00000")
         assert begun == [("start", 0), *FIRST_STEP, *SECOND_STEP]
         assert ended == "complete"
         assert "step" in reason
-        assert [each[3] for each in diary.told if each[:2] == ("result", "00000")] == [{"loss": 1.0}, {"loss": 0.5}]
+        assert [each[3] for each in callback.events if each[:2] == ("result", "00000")] == [
+            {"loss": 1.0},
+            {"loss": 0.5},
+        ]
 
-    def test_a_trial_that_raises_is_told_to_have_errored(self, told: Mapping[str, Diary]) -> None:
-        assert told["first"].of("00001") == [
+    def test_a_trial_that_raises_is_told_to_have_errored(self, recorded: Mapping[str, Recorder]) -> None:
+        assert recorded["first"].of("00001") == [
             ("start", 0),
             *FIRST_STEP,
             ("recover", Cause.USER),
@@ -159,9 +162,9 @@ class TestInASearch:
         ]
 
     def test_a_trial_that_is_killed_is_told_to_recover_and_to_go_on_from_its_checkpoint(
-        self, told: Mapping[str, Diary]
+        self, recorded: Mapping[str, Recorder]
     ) -> None:
-        assert told["first"].of("00002")[:-1] == [
+        assert recorded["first"].of("00002")[:-1] == [
             ("start", 0),
             *FIRST_STEP,
             ("recover", Cause.MACHINE),
@@ -170,18 +173,18 @@ class TestInASearch:
             *SECOND_STEP,
         ]
 
-    def test_one_that_raises_disturbs_neither_the_search_nor_the_others(self, told: Mapping[str, Diary]) -> None:
-        assert told["raises"].told == told["first"].told
+    def test_one_that_raises_disturbs_neither_the_search_nor_the_others(self, recorded: Mapping[str, Recorder]) -> None:
+        assert recorded["raises"].events == recorded["first"].events
 
-    def test_on_a_resume_nothing_is_told_twice_and_its_state_is_there(self, told: Mapping[str, Diary]) -> None:
-        again = told["same"]
-        assert [each[0] for each in again.told] == ["setup", "end"]
-        assert again.steps == told["first"].steps == 5
+    def test_on_a_resume_nothing_is_told_twice_and_its_state_is_there(self, recorded: Mapping[str, Recorder]) -> None:
+        again = recorded["same"]
+        assert [each[0] for each in again.events] == ["setup", "end"]
+        assert again.steps == recorded["first"].steps == 5
 
-    def test_who_joins_later_is_told_everything_from_the_beginning(self, told: Mapping[str, Diary]) -> None:
+    def test_who_joins_later_is_told_everything_from_the_beginning(self, recorded: Mapping[str, Recorder]) -> None:
         for trial in STATUSES:
-            assert sorted(told["late"].of(trial), key=str) == sorted(told["first"].of(trial), key=str)
-        assert told["late"].told[-1] == ("end", STATUSES)
+            assert sorted(recorded["late"].of(trial), key=str) == sorted(recorded["first"].of(trial), key=str)
+        assert recorded["late"].events[-1] == ("end", STATUSES)
 
 
 # ------------------------------------------------------------------------------------------ without a search
@@ -189,7 +192,7 @@ class TestInASearch:
 
 @pytest.fixture
 def target(tmp_path: Path) -> LocalTarget:
-    """Where an experiment of one trial with two steps has ended."""
+    """A target with a finished experiment: one trial, two steps."""
     write_experiment(tmp_path / "target", "e", [1, 2])
     return LocalTarget(path=str(tmp_path / "target"))
 
@@ -198,56 +201,56 @@ def state_at(target: LocalTarget) -> Experiment:
     return load(PosixStore(Path(target.path)), "e", side_by_side=map)
 
 
-def tell(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
-    """Tell them of the experiment as it stands, as a run of a search does that finds nothing to do."""
+def deliver(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
+    """Run the callbacks over the stored experiment, like a search with nothing left to train."""
     listener = Callbacks(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
     listener.start(state_at(target))
     listener.end(state_at(target), patience)
 
 
-def hooks(diary: Diary) -> list[str]:
-    return [each[0] for each in diary.told]
+def hooks(callback: Recorder) -> list[str]:
+    return [each[0] for each in callback.events]
 
 
 WHOLE = ["start", "result", "save", "checkpoint", "result", "save", "checkpoint", "complete"]
 
 
 def test_what_is_in_the_journal_is_told_once_over_all_runs(target: LocalTarget) -> None:
-    first, again = Diary(), Diary()
-    tell(target, first)
-    tell(target, again)
+    first, again = Recorder(), Recorder()
+    deliver(target, first)
+    deliver(target, again)
     assert hooks(first) == ["setup", *WHOLE, "end"]
     assert hooks(again) == ["setup", "end"]
     assert (first.steps, again.steps) == (2, 2)
 
 
 def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) -> None:
-    class OnAnotherMachine(Diary):
-        def set_state(self, state: Mapping[str, Any]) -> bool:  # type: ignore[override]  # False is its answer
+    class OnAnotherMachine(Recorder):
+        def set_state(self, state: Mapping[str, Any]) -> bool:  # type: ignore[override]  # False: unusable state
             del state
             return False
 
-    tell(target, Diary())
+    deliver(target, Recorder())
     again = OnAnotherMachine()
-    tell(target, again)
+    deliver(target, again)
     assert hooks(again) == ["setup", *WHOLE, "end"]
 
 
 def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
-    tell(target, Diary(), Diary())
-    assert {path.parent.name for path in Path(target.path).glob("e/callbacks/*/*.json")} == {"diary", "diary-2"}
+    deliver(target, Recorder(), Recorder())
+    assert {path.parent.name for path in Path(target.path).glob("e/callbacks/*/*.json")} == {"recorder", "recorder-2"}
 
 
 def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: LocalTarget) -> None:
-    class Hangs(Diary):
+    class Hangs(Recorder):
         def on_trial_result(self, trial: Trial, report: StepReport) -> None:
             super().on_trial_result(trial, report)
             if report.step == 1:
                 free.wait(30)
 
-    free, hung, next_one = threading.Event(), Hangs(), Diary()
-    tell(target, hung, patience=timedelta(seconds=0.5))
-    tell(target, next_one)
+    free, hung, next_one = threading.Event(), Hangs(), Recorder()
+    deliver(target, hung, patience=timedelta(seconds=0.5))
+    deliver(target, next_one)
     free.set()
     assert "complete" not in hooks(hung)
     assert hooks(next_one) == ["setup", *WHOLE, "end"]
@@ -257,7 +260,7 @@ def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MOST_WAITING", 3)
-    slow, state = Diary(), state_at(target)
+    slow, state = Recorder(), state_at(target)
     listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):
         listener.happened(Started(trial="trial", attempt=9, from_step=0), state)
@@ -269,26 +272,26 @@ def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
 def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
     target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Unready(Diary):
+    class Unready(Recorder):
         def setup(self, search: pt.SearchInfo) -> None:
             raise OSError(f"no room for {search.experiment}")
 
-    unready, other = Unready("unready"), Diary()
-    tell(target, unready, other)
-    assert unready.told == []
+    unready, other = Unready("unready"), Recorder()
+    deliver(target, unready, other)
+    assert unready.events == []
     assert hooks(other) == ["setup", *WHOLE, "end"]
     assert "callback unready: setup failed" in caplog.text
     assert "no room for e" in caplog.text
 
 
 def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
-    tell(target, Raises("raises"))
+    deliver(target, Raises("raises"))
     assert "callback raises failed" in caplog.text
     assert "a callback's own" in caplog.text
 
 
 def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
-    given = [Diary(), Diary, "tests.monitoring.test_callback_runner:Diary", pt.CSVLogger]
+    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Diary", pt.CSVLogger]
     assert [type(each).__name__ for each in callbacks_for(given)] == ["Diary", "Diary", "Diary", "CSVLogger"]
     assert callbacks_for(None) == []
 
@@ -299,12 +302,12 @@ def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.L
 
         def on_trial_complete(self, trial: Trial, finished: Finished) -> None: ...
 
-    heard = logging.getLogger("prefect.prefect_tune")
-    heard.addHandler(caplog.handler)
+    logger = logging.getLogger("prefect.prefect_tune")
+    logger.addHandler(caplog.handler)
     try:
-        callbacks_for([Misspelt(), Diary(), pt.CSVLogger("logs"), pt.JSONLogger("logs")])
+        callbacks_for([Misspelt(), Recorder(), pt.CSVLogger("logs"), pt.JSONLogger("logs")])
     finally:
-        heard.removeHandler(caplog.handler)
+        logger.removeHandler(caplog.handler)
     (said,) = {each.getMessage() for each in caplog.records}
     assert said.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
 

@@ -1,4 +1,4 @@
-"""Which events follow from what happens to an experiment, and how many at most; assets and what they are made from."""
+"""Which Prefect events an experiment emits, and at most how many; its assets and their upstream assets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from prefect_tune.core.models import Digest, StepReport
 from prefect_tune.core.notifications.health import Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.monitoring import event_emitter as heralds
+from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext, budgets_of
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
@@ -69,22 +69,22 @@ def begun(trial: str) -> list[Event]:
 
 
 class Story:
-    """An experiment as it goes, and what is told of it."""
+    """An experiment, and the Prefect events that were built from its journal events."""
 
     def __init__(self, subject: EventContext = SUBJECT, state: Experiment | None = None) -> None:
         self.state = state or nothing_yet("first")
         self.builder = EventBuilder(subject, self.state, 0.0)
-        self.told: list[PrefectEvent] = []
+        self.built: list[PrefectEvent] = []
         self.now = 0.0
 
     def goes(self, *events: Event) -> list[PrefectEvent]:
-        """Let these happen; return what is told of them."""
-        told: list[PrefectEvent] = []
+        """Apply journal events; return the Prefect events built from them."""
+        built: list[PrefectEvent] = []
         for event in events:
             before, self.state = self.state, after_event(self.state, event, 1)
-            told += self.builder.events_of(event, before, self.state, self.now)
-        self.told += told
-        return told
+            built += self.builder.events_of(event, before, self.state, self.now)
+        self.built += built
+        return built
 
     def ends(self, reason: str = "") -> list[PrefectEvent]:
         return list(self.builder.end_events(None, self.state, reason))
@@ -126,8 +126,8 @@ def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: st
 def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:
     story = Story(EventContext(ExperimentAddress("file:///my%20runs", "first"), objective_of("loss", "min")))
     assert asset_of(ExperimentAddress("file:///my%20runs", "first").best) is None
-    told = names(story.goes(*begun("00000"), step("00000", 2, 0.5, at=1)))
-    assert told == ["trial.started", "checkpoint.committed", "experiment.best-improved"]
+    built = names(story.goes(*begun("00000"), step("00000", 2, 0.5, at=1)))
+    assert built == ["trial.started", "checkpoint.committed", "experiment.best-improved"]
 
 
 def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
@@ -150,10 +150,10 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
     ended = entry("00001", 2, Paused(trial="00001", reason="worse"))
     copy = CheckpointRef(step=1, sequence=9, metrics={"loss": 0.5})
     clone = Cloned(trial="00001", checkpoint=copy, source=source, config={}, reason="worse")
-    told = story.goes(ended, entry("00001", 3, clone))
+    built = story.goes(ended, entry("00001", 3, clone))
     of_00000 = "s3://bucket/runs/first/trials/00000/checkpoints"
-    assert names(told) == ["trial.paused", "trial.exploited", "prefect.asset.materialization.succeeded"]
-    assert (upstream(told[-1]), told[-1].payload["exploited"]) == ([of_00000], "00000")
+    assert names(built) == ["trial.paused", "trial.exploited", "prefect.asset.materialization.succeeded"]
+    assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
     again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
     made = story.goes(entry("00001", 4, again), step("00001", 10, 0.9, at=2).model_copy(update={"number": 5}))
     assert upstream(made[-1]) == [of_00000]
@@ -182,8 +182,8 @@ def test_the_best_model_is_made_from_what_its_search_learned_from_and_was_forked
 def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_the_end() -> None:
     story = Story()
     story.goes(*begun("00000"), step("00000", 2, 0.5, at=1))
-    told = story.goes(step("00000", 3, 0.4, at=2), step("00000", 4, 0.3, at=3))
-    assert "experiment.best-improved" not in names(told)
+    built = story.goes(step("00000", 3, 0.4, at=2), step("00000", 4, 0.3, at=3))
+    assert "experiment.best-improved" not in names(built)
     assert list(story.builder.due_events(29.0)) == []
     better, *_ = story.builder.due_events(30.0)
     assert better.payload["step"] == 3
@@ -197,12 +197,12 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
     story = Story(EventContext(PLACE))
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
-    assert len(story.told) == 100
+    assert len(story.built) == 100
     died = AttemptEnded(trial="00000", cause=Cause.USER, message="no")
     assert names(story.goes(entry("00000", 2, died))) == ["trial.attempt-ended"]
     story.now = 1.0
-    told = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
-    assert len(told) == 5
+    built = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
+    assert len(built) == 5
     assert story.ends()[-1].payload["untold"] == 215
 
 
@@ -241,7 +241,7 @@ def test_the_budgets_are_those_of_the_run_and_of_its_stoppers() -> None:
     assert budgets_of(MaxSteps(3), time=None, trial_count=None) == []
 
 
-# ----------------------------------------------------------------------------------------------------- the herald
+# ---------------------------------------------------------------------------------------------------- the emitter
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
 
 
 def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heralds, "_PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(emitter_module, "_PATIENCE", timedelta(seconds=0.2))
     released = threading.Event()
     emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
     began = time.monotonic()
@@ -335,7 +335,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
 def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
     monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]
 ) -> None:
-    monkeypatch.setattr(heralds, "_MOST_WAITING", 10)
+    monkeypatch.setattr(emitter_module, "_MOST_WAITING", 10)
     emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, emitted.append)
     for number in range(50):
         play(emitter, *begun(f"{number:05d}"))
@@ -345,7 +345,7 @@ def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
 
 
 def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]) -> None:
-    monkeypatch.setattr(heralds, "_CHECK_EVERY", timedelta(seconds=0.05))
+    monkeypatch.setattr(emitter_module, "_CHECK_EVERY", timedelta(seconds=0.05))
     looked = threading.Event()
 
     def emit(notice: PrefectEvent) -> None:

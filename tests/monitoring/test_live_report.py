@@ -1,4 +1,4 @@
-"""What the Prefect UI is given to show of an experiment, on a real server."""
+"""The artifacts of an experiment in Prefect's UI, on a real server."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ OFTEN = timedelta(seconds=0.05)
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that follow each other as fast as they can."""
+    """Refresh the artifacts without pauses."""
     monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
     monkeypatch.setattr(live_report, "REFRESH_PERIOD", OFTEN)
     monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
 
 
 def artifacts(key: str) -> Sequence[Artifact]:
-    """All of this key, the newest last."""
+    """All artifacts with this key, the newest last."""
     only = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
     with get_client(sync_client=True) as client:
         return sorted(client.read_artifacts(artifact_filter=only), key=lambda each: str(each.created))
 
 
 def left_by(experiment: str) -> Sequence[str]:
-    """The key of each artifact of an experiment: twice the same if there are two versions."""
+    """The keys of an experiment's artifacts; a key appears once for each of its versions."""
     only = ArtifactFilter(key=ArtifactFilterKey(like_=f"%{experiment}%"))
     with get_client(sync_client=True) as client:
         return sorted(str(each.key) for each in client.read_artifacts(artifact_filter=only))
@@ -188,7 +188,7 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     shares = [share for _, share in looks.seen]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 100
-    assert len(looks.task_runs - {None}) == 1, "it is shown under its task run, and made once"
+    assert len(looks.task_runs - {None}) == 1, "the progress artifact is created once, by its task run"
     assert left_by("watched") == ["progress-watched", "report-watched"]
     assert artifacts("progress-watched")[0].data == 100.0
 
@@ -204,17 +204,17 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
 
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
-    told = Telling(name="endless")
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), told.state, SearchEstimate("endless"), LOG)
+    search = Telling(name="endless")
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
-    told.tell(added)
-    seen.happened(added, told.state)
+    search.tell(added)
+    seen.happened(added, search.state)
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
 
 
-# ------------------------------------------------------------------------------------------------- the bulletin
+# --------------------------------------------------------------------------------------- the artifact publisher
 
 
 @pytest.fixture

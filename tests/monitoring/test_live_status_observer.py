@@ -1,4 +1,4 @@
-"""The running attempts that a search publishes: from the events and reports that its driver passes on."""
+"""The running attempts that a search publishes, derived from its events and reports."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ AT = "2026-11-23T01:00:00+00:00"
 HERE, ELSEWHERE = (Owner(name="o", host=host, pid=1) for host in ("here", "elsewhere"))
 
 
-class Told:
-    """An observer, and the experiment that it follows."""
+class ObservedExperiment:
+    """An experiment, and the observer that receives its events."""
 
     def __init__(self, target: LocalTarget) -> None:
         self.experiment: Experiment = nothing_yet("e")
@@ -77,35 +77,35 @@ def test_a_trial_that_an_earlier_owner_left_running_is_published_only_while_it_i
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Iterator[Told]:
-    made = Told(LocalTarget(path=str(tmp_path)))
+def observed(tmp_path: Path) -> Iterator[ObservedExperiment]:
+    made = ObservedExperiment(LocalTarget(path=str(tmp_path)))
     yield made
     made.observer.close()
 
 
-def test_a_trial_with_a_journal_of_its_own_runs_where_that_was_opened(told: Told) -> None:
+def test_a_trial_with_a_journal_of_its_own_runs_where_that_was_opened(observed: ObservedExperiment) -> None:
     opened = Opened(experiment="e", trial="a", epoch=1, owner=ELSEWHERE)
-    told.happens(TrialAdded(trial="a", config={}, apart=True))
-    told.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
-    assert told.running() == {"a": RunningTrial(trial="a", attempt=1, began_at=AT, host="elsewhere")}
+    observed.happens(TrialAdded(trial="a", config={}, apart=True))
+    observed.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
+    assert observed.running() == {"a": RunningTrial(trial="a", attempt=1, began_at=AT, host="elsewhere")}
 
 
-def test_a_single_training_runs_where_its_experiment_was_opened(told: Told) -> None:
-    told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    assert told.running()["a"].host == "here"
+def test_a_single_training_runs_where_its_experiment_was_opened(observed: ObservedExperiment) -> None:
+    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    assert observed.running()["a"].host == "here"
 
 
-def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(told: Told) -> None:
-    told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    told.reports(1)
-    newest = told.reports(7)
-    told.happens(Reported(trial="a", report=StepReport(step=3, metrics={})))
-    assert told.running()["a"].report == newest
-    assert told.running()["a"].reported_at
-    told.happens(
+def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(observed: ObservedExperiment) -> None:
+    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.reports(1)
+    newest = observed.reports(7)
+    observed.happens(Reported(trial="a", report=StepReport(step=3, metrics={})))
+    assert observed.running()["a"].report == newest
+    assert observed.running()["a"].reported_at
+    observed.happens(
         AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"), Started(trial="a", attempt=2, from_step=0)
     )
-    assert (told.running()["a"].attempt, told.running()["a"].report) == (2, None)
+    assert (observed.running()["a"].attempt, observed.running()["a"].report) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -116,29 +116,29 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(told
         AttemptEnded(trial="a", cause=Cause.PREEMPTED, message="asked to stop"),
     ],
 )
-def test_a_trial_that_has_ended_is_not_among_them(end: Event, told: Told) -> None:
-    told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    told.happens(end)
-    told.reports(9)
-    assert not told.running()
+def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: ObservedExperiment) -> None:
+    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.happens(end)
+    observed.reports(9)
+    assert not observed.running()
 
 
-def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(told: Told) -> None:
-    told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    next_run = LiveStatusObserver(told.target, told.experiment, None)
-    assert next_run._running() == (told.experiment, [RunningTrial(trial="a", attempt=1)])
+def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observed: ObservedExperiment) -> None:
+    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    next_run = LiveStatusObserver(observed.target, observed.experiment, None)
+    assert next_run._running() == (observed.experiment, [RunningTrial(trial="a", attempt=1)])
 
 
 @pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])
 def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
-    error: TuneError, told: Told, monkeypatch: pytest.MonkeyPatch
+    error: TuneError, observed: ObservedExperiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
-    written = Path(told.target.path, "e", "live")
+    written = Path(observed.target.path, "e", "live")
 
     def searches() -> None:
-        with told.observer:
-            told.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+        with observed.observer:
+            observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
             while not list(written.glob("*.json")):
                 time.sleep(0.005)  # the test's timeout ends it
             raise error

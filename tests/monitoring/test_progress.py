@@ -1,4 +1,4 @@
-"""What whoever started a search sees of it while it runs."""
+"""What the terminal shows while a search runs, and what the log shows without a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def running() -> tuple[Progress, Callable[[int], None]]:
-    """A search of one trial, and how it reports a step."""
+    """The progress of a search of one trial, and a function that reports a step."""
     state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
     state = after_event(state, Started(trial="0", attempt=1, from_step=0), 2)
     seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
@@ -140,7 +140,7 @@ def test_whatever_becomes_of_the_terminal_the_search_ends_as_it_would(
         cwd=Path(__file__).parents[2],
     )
     os.close(slave)
-    assert _line_of(master) == "begun"  # whole: a hangup within the line would be an error of this print
+    assert _line_of(master) == "begun"  # read the whole line: a hangup within it would make this print fail
     if how == "hangs up":
         os.close(master)
     try:
@@ -163,7 +163,7 @@ def _all_of(master: int) -> str:
     try:
         while data := os.read(master, 65536):
             shown += data
-    except OSError:  # the last one has closed it
+    except OSError:  # the last process closed the terminal
         pass
     os.close(master)
     return shown.decode()

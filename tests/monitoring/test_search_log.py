@@ -55,7 +55,7 @@ TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed
 
 
 def logged(caplog: pytest.LogCaptureFixture, *events: Event, apart: bool = True) -> Sequence[str]:
-    """What is logged of these events of one trial."""
+    """The lines logged for these events of one trial."""
     state: Experiment = nothing_yet("e")
     log = SearchLog(state, Objective(metrics=("loss",), modes=("min",)), "s3://bucket/runs", LOG)
     for event in (TrialAdded(trial=T, config=CONFIG, apart=apart), *events):

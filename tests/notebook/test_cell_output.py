@@ -1,4 +1,4 @@
-"""The output of a cell: one failed update does not leave it at "running" for ever."""
+"""The output of a cell: after a failed update it still shows the end of the search."""
 
 from __future__ import annotations
 

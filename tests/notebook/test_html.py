@@ -1,4 +1,4 @@
-"""The HTML of a notebook: bounded, escaped, readable on any background, and from nowhere else."""
+"""The HTML of a notebook: bounded, escaped, readable on any background, without external resources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert
 
 
 class Tags(HTMLParser):
-    """The tags and attributes of a text, each tag closed."""
+    """The tags and attributes of an HTML text; asserts that each tag is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -78,16 +78,16 @@ def state(**changes: object) -> ProgressState:
 
 
 def every_html(tmp_path: Path) -> dict[str, str]:
-    told = Telling()
-    told.adds("a", {EVIL: EVIL, "lr": 1})
-    told.adds("b", {EVIL: EVIL, "lr": 2})
+    search = Telling()
+    search.adds("a", {EVIL: EVIL, "lr": 1})
+    search.adds("b", {EVIL: EVIL, "lr": 2})
     for name in "ab":
-        told.starts(name)
-        told.trains(name, 1, {"loss": 1.0, EVIL: EVIL})
-        told.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
+        search.starts(name)
+        search.trains(name, 1, {"loss": 1.0, EVIL: EVIL})
+        search.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
-    results = results_html(told.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points)
+    results = results_html(search.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points)
     result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0)
     return {
         "running": progress_html(state(), Ending.RUNNING, ""),
@@ -137,14 +137,14 @@ def test_ten_thousand_trials_are_a_table_of_twenty_and_a_count() -> None:
 
 
 def test_results_are_bounded_too() -> None:
-    told = asha(200)
+    search = asha(200)
     drawn: list[str] = []
 
     def points(trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
         drawn.extend(trials)  # type: ignore[arg-type]  # a list of names
         return {name: {"loss": [(1.0, 2.0), (2.0, 1.0)]} for name in drawn}
 
-    html = results_html(told.state, objective_in(told.state.settings), "s3://bucket/runs", points)
+    html = results_html(search.state, objective_in(search.state.settings), "s3://bucket/runs", points)
     assert len(drawn) == 60
     assert "and 180 more trials: results.to_pandas()" in html
     assert len(html) < 60_000
@@ -154,8 +154,8 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
     def refuse(_trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
         raise pt.StoreUnavailable("the bucket <b>sleeps</b>")
 
-    told = asha(5)
-    html = results_html(told.state, objective_in(told.state.settings), "s3://bucket/runs", refuse)
+    search = asha(5)
+    html = results_html(search.state, objective_in(search.state.settings), "s3://bucket/runs", refuse)
     assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
 
 
@@ -166,16 +166,16 @@ def test_the_best_is_set_off_and_how_it_ended_is_the_headline() -> None:
     assert "ended early after 3 min 20 s: a budget" in progress_html(state(ended_because="a budget"), Ending.DONE, "")
     interrupted = progress_html(state(), Ending.INTERRUPTED, "")
     assert "run the cell again with <code>experiment=&#x27;first&#x27;</code>" in interrupted
-    assert "12:00:00" not in interrupted  # events are of a search that runs
+    assert "12:00:00" not in interrupted  # only a running search shows its latest events
 
 
 def test_a_trial_shows_its_history_and_its_whole_error() -> None:
-    told = asha(4)
-    pruned = next(each for each in told.state.trials.values() if each.status is Status.PRUNED)
+    search = asha(4)
+    pruned = next(each for each in search.state.trials.values() if each.status is Status.PRUNED)
     html = Tags(pruned._repr_html_()).text
     assert f"Trial {pruned.trial} · pruned @{pruned.step}" in html
     assert f"step {pruned.step}: stop, " in html
-    saved = next(each for each in told.state.trials.values() if each.checkpoints)
+    saved = next(each for each in search.state.trials.values() if each.checkpoints)
     assert f"results.checkpoint('{saved.trial}')" in Tags(saved._repr_html_()).text
     broken = trial(1, Phase.ERRORED, reason="ValueError: no\nTraceback\n  line 3")
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
@@ -183,8 +183,8 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
 
 @pytest.mark.parametrize("name", ["past", "apart", "fingerprint", "user_failures", "absorbed", "claims"])
 def test_a_trial_prints_nothing_internal(name: str) -> None:
-    told = asha(3)
-    for each in told.state.trials.values():
+    search = asha(3)
+    for each in search.state.trials.values():
         assert f"{name}=" not in repr(each)
         assert f"{name}=" not in str(each)
 

@@ -1,4 +1,4 @@
-"""Searches in a real kernel: what their cells show, what trains, and what an interrupt leaves."""
+"""Searches in a real kernel: the output of their cells, the training, and the state after an interrupt."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kerne
     assert "2 completed of 2" in shown.html
     assert "done after" in shown.html
     assert re.search(r'<a href="http://[^"]+/runs/flow-run/[-0-9a-f]{36}" ', shown.html)
-    assert "version" not in shown.html  # its table has the metric that trials are compared by
+    assert "version" not in shown.html  # the table shows the objective's metric only
 
 
 def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_line(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Prefect's console beside the output of a cell."""
+"""Prefect's console log while a cell shows a search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefect_tune.notebook.quiet_console import quiet_console
 
 @pytest.fixture
 def console() -> Iterator[io.StringIO]:
-    """What Prefect's handler of a logger writes."""
+    """The output of Prefect's console handler."""
     stream = io.StringIO()
     handler = PrefectConsoleHandler(stream=stream)
     logger = logging.getLogger("prefect.of_a_cell")
@@ -37,7 +37,7 @@ def test_the_console_has_warnings_only_until_the_last_of_several_searches_ends(c
 
 def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("prefect"), "level", logging.DEBUG)
-    logging.getLogger("prefect").manager._clear_cache()  # type: ignore[attr-defined]  # logging keeps what is enabled
+    logging.getLogger("prefect").manager._clear_cache()  # type: ignore[attr-defined]  # logging caches enabled levels
     with quiet_console():
         logging.getLogger("prefect.of_a_cell").info("one")
     assert console.getvalue().split() == ["one"]

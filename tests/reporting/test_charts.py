@@ -1,4 +1,4 @@
-"""What is drawn, counted by its marks."""
+"""Charts: the marks in each SVG are counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHARTS: list[Chart] = [
 
 
 def marks(svg: str | None, kind: str) -> int:
-    """How many elements of a class there are; of dots, how many dots."""
+    """The number of elements of a class; for the class dots, the number of dots."""
     assert svg is not None
     found = [each for each in ET.fromstring(svg).iter() if each.get("class") == kind]
     return sum(str(each.get("d")).count("h0") for each in found) if kind == "dots" else len(found)
@@ -61,7 +61,7 @@ def said(svg: str | None) -> list[str]:
 
 
 def thick(svg: str | None, ink: str) -> int:
-    """How many lines the groups of this ink hold."""
+    """The number of lines in groups of this color."""
     assert svg is not None
     groups = [each for each in ET.fromstring(svg).iter() if each.get("stroke") == ink]
     return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
@@ -101,11 +101,11 @@ def test_a_bar_for_each_parameter() -> None:
 
 
 def test_each_rung_shows_everybody_who_was_compared_there() -> None:
-    told = asha(50, kills=False)
-    svg = rung_chart(told.report_input())
-    judged = [each for trial in told.report_input().trials for each in trial.past if each.what == "decided"]
+    search = asha(50, kills=False)
+    svg = rung_chart(search.report_input())
+    judged = [each for trial in search.report_input().trials for each in trial.past if each.what == "decided"]
     assert marks(svg, "dots") == len(judged)
-    assert f"50 compared, {sum(each.step > 1 for each in told.report_input().trials)} continued" in said(svg)
+    assert f"50 compared, {sum(each.step > 1 for each in search.report_input().trials)} continued" in said(svg)
 
 
 def test_the_front_holds_whom_nobody_beats() -> None:
@@ -124,8 +124,8 @@ def test_a_population_has_its_lineage_and_no_rungs() -> None:
 
 
 def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out() -> None:
-    told = single(60, kills=(23, 41))
-    svg = timeline(told.report_input())
+    search = single(60, kills=(23, 41))
+    svg = timeline(search.report_input())
     assert marks(svg, "bar") == 3 + 3  # runs, attempts
     assert marks(svg, "cross") == 2
     assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
@@ -145,10 +145,10 @@ RATES = [10.0 ** (-5 + index / 8) for index in range(33)]
 @pytest.mark.parametrize(
     ("values", "is_log"),
     [
-        ([index / 100 for index in range(1, 51)] + [0.0007], False),  # uniform(0, 0.5), one of them by chance small
+        ([index / 100 for index in range(1, 51)] + [0.0007], False),  # uniform(0, 0.5) with one small value by chance
         (RATES, True),
         ([0.001, 0.01, 0.1], True),
-        ([100.0 * 0.8**index for index in range(40)], True),  # a loss that falls
+        ([100.0 * 0.8**index for index in range(40)], True),  # a falling loss
         ([900.0, 950, 970, 990, 1000, 1], False),
         ([1.0, 2, 3, 4], False),
     ],
@@ -166,19 +166,19 @@ def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_foun
 
 
 def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
-    told, at = Telling(), "2026-11-21T08:00:30+00:00"
-    told.adds("0", {})
+    search, at = Telling(), "2026-11-21T08:00:30+00:00"
+    search.adds("0", {})
     owner = Owner(name="n", host="h", pid=1, flow_run="f")
-    opened = Opened(experiment=told.name, trial="0", epoch=1, owner=owner)
-    told.tell(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
-    told.tell(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
-    told.opens("later", after=3600)
+    opened = Opened(experiment=search.name, trial="0", epoch=1, owner=owner)
+    search.tell(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
+    search.tell(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
+    search.opens("later", after=3600)
     report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
-    told.tell(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
+    search.tell(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
     lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
-    again = Opened(experiment=told.name, trial="0", epoch=2, owner=owner)
-    told.tell(Absorbed(trial="0", number=4, events=(again, lost), at=told.now.isoformat()), after=1)
-    history = told.report_input().history
+    again = Opened(experiment=search.name, trial="0", epoch=2, owner=owner)
+    search.tell(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
+    history = search.report_input().history
     assert history.attempts[0].ended == datetime.fromisoformat(at)
     assert history.ownerships[0].last == datetime.fromisoformat(at)
 
@@ -198,25 +198,25 @@ def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
 @pytest.mark.parametrize("chart", CHARTS)
 def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> None:
     for value in (0.0, -3.0, 1e-300, 1e300, 5):
-        told = Telling()
+        search = Telling()
         for index in range(9):
-            told.adds(str(index), {"x": index, "y": value, "z": "same" if index else None})
-            told.starts(str(index))
-            told.trains(str(index), 1, {"loss": value})
-            told.trains(str(index), 2, {"loss": value if index else -1e12})
-        if (svg := chart(told.report_input())) is not None:
+            search.adds(str(index), {"x": index, "y": value, "z": "same" if index else None})
+            search.starts(str(index))
+            search.trains(str(index), 1, {"loss": value})
+            search.trains(str(index), 2, {"loss": value if index else -1e12})
+        if (svg := chart(search.report_input())) is not None:
             ET.fromstring(svg)
             assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
 
 
 @pytest.mark.parametrize("chart", CHARTS)
 def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
-    told = Telling(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
+    search = Telling(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
     for index in range(12):
-        told.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
-        told.starts(str(index))
-        told.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
-    if (svg := chart(told.report_input())) is not None:
+        search.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
+        search.starts(str(index))
+        search.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
+    if (svg := chart(search.report_input())) is not None:
         assert "<script" not in svg
         ET.fromstring(svg)
 
@@ -231,7 +231,7 @@ def _luminance(color: Sequence[float]) -> float:
 
 
 def _contrast(ink: str, opacity: float, page: str) -> float:
-    """The contrast of a color on a page, as the WCAG define it: 1 is invisible, 21 is black on white."""
+    """The contrast of a color on a page as WCAG defines it: 1 is invisible, 21 is black on white."""
     shown, behind = ([int(each[at : at + 2], 16) / 255 for at in (1, 3, 5)] for each in (ink, page))
     mixed = [opacity * front + (1 - opacity) * back for front, back in zip(shown, behind, strict=True)]
     low, high = sorted((_luminance(mixed), _luminance(behind)))
@@ -242,7 +242,7 @@ def _contrast(ink: str, opacity: float, page: str) -> float:
 @pytest.mark.parametrize("draw", CHARTS)
 def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Chart, page: str) -> None:
     tellings = (asha(60), asha(600), pareto(), population(), single())
-    drawn = [svg for told in tellings if (svg := draw(told.report_input())) is not None]
+    drawn = [svg for search in tellings if (svg := draw(search.report_input())) is not None]
     marks = [
         each for svg in drawn for part in ET.fromstring(svg) if not part.tag.endswith("defs") for each in part.iter()
     ]
@@ -250,15 +250,15 @@ def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Char
     seen = [(each, kind, ink) for each, kind, ink in inked if ink.startswith("#") and ink != "#fff"]
     for each, kind, ink in seen:
         if kind == "fill" and each.get("stroke"):
-            continue  # an outline shows it
+            continue  # its outline makes it visible
         least = 2.9 if each.tag.endswith("text") else 1.6
         assert _contrast(ink, float(each.get(f"{kind}-opacity", 1)), page) >= least, ET.tostring(each)
     assert seen
 
 
 def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_says_how() -> None:
-    told = statuses_told()
-    svg = timeline(told.report_input())
+    search = statuses_told()
+    svg = timeline(search.report_input())
     assert svg is not None
     titles = re.findall(r"<title>(\w+), attempt 1, steps 0 to 3: (\w+)</title>", svg)
     assert titles == [(name, name) for name in sorted(set(map(str, Status)) - {"pending"})]
@@ -272,16 +272,16 @@ def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_say
 
 
 def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
-    told = Telling()
-    told.adds("0", {"x": 1})
-    told.starts("0")
-    told.trains("0", 1, {"loss": 1.0})
-    told.saves("0")
-    told.tell(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
-    told.starts("0")
-    told.trains("0", 2, {"loss": 0.5})
-    told.decides("0", Stop(reason="rung"))
-    told.tell(Finished(trial="0", reason="rung", left=True))
-    svg = timeline(told.report_input())
+    search = Telling()
+    search.adds("0", {"x": 1})
+    search.starts("0")
+    search.trains("0", 1, {"loss": 1.0})
+    search.saves("0")
+    search.tell(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
+    search.starts("0")
+    search.trains("0", 2, {"loss": 0.5})
+    search.decides("0", Stop(reason="rung"))
+    search.tell(Finished(trial="0", reason="rung", left=True))
+    svg = timeline(search.report_input())
     assert svg is not None
     assert re.findall(r"attempt (\d), [^<]*: (\w+)</title>", svg) == [("1", "completed"), ("2", "pruned")]

@@ -1,4 +1,4 @@
-"""The one style of numbers in a report."""
+"""How a report formats numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: what it says, that it is safe, and that it stays small."""
+"""The report page: its content, its escaping, its maximum size."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def runs_of(page: str) -> str:
 
 
 def rendered(page: str) -> str:
-    """As whoever shows Markdown reads it, tables included; HTML in it as it is."""
+    """Render Markdown with tables; HTML passes through unchanged."""
     reader = MarkdownIt("commonmark", {"html": True}).enable("table")
-    reader.__dict__["validateLink"] = lambda _: True  # the worst that there is
+    reader.__dict__["validateLink"] = lambda _: True  # the worst case: every link is accepted
     return reader.render(page)
 
 
@@ -89,8 +89,8 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
 
 
 def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
-    told = Telling(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
-    page = markdown(told.report_input())
+    search = Telling(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
+    page = markdown(search.report_input())
     assert "WANDB_API_KEY" in page
     assert "topsecret" not in page
 
@@ -112,39 +112,39 @@ def test_a_population_has_its_lineage() -> None:
 
 
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
-    told = Telling(settings={"num_samples": 2}, metrics=())
+    search = Telling(settings={"num_samples": 2}, metrics=())
     for name in ("0", "1"):
-        told.adds(name, {"x": int(name)})
-        told.starts(name)
-        told.trains(name, 1, {"loss": 1.0, "text": "not a number"})
-    page = markdown(told.report_input())
+        search.adds(name, {"x": int(name)})
+        search.starts(name)
+        search.trains(name, 1, {"loss": 1.0, "text": "not a number"})
+    page = markdown(search.report_input())
     assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
 
 
 def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
-    told = Telling()
+    search = Telling()
     for night in ("first", "second", "third"):
         if night != "first":
-            told.opens(night, after=86_000)
-        told.tell(Extended(run=night, samples=2))
-        for index in range(1 if night == "second" else 2):  # one of them was left to the third night
-            told.adds(f"{night}-{index}", {"x": index})
-            told.starts(f"{night}-{index}")
-    runs = [row.split(" | ") for row in runs_of(markdown(told.report_input())).splitlines() if "|" in row]
+            search.opens(night, after=86_000)
+        search.tell(Extended(run=night, samples=2))
+        for index in range(1 if night == "second" else 2):  # one trial was left to the third run
+            search.adds(f"{night}-{index}", {"x": index})
+            search.starts(f"{night}-{index}")
+    runs = [row.split(" | ") for row in runs_of(markdown(search.report_input())).splitlines() if "|" in row]
     assert (runs[0][0], runs[0][-2:]) == ("| epoch", ["trials added", "attempts |"])
     assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
-    assert "The same in every row: samples requested +2." in markdown(told.report_input())
+    assert "The same in every row: samples requested +2." in markdown(search.report_input())
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
-    told = Telling()
+    search = Telling()
     for index in range(30):
-        told.adds(str(index), {"x": index})
-        told.starts(str(index))
-        told.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
-    page = markdown(told.report_input())
+        search.adds(str(index), {"x": index})
+        search.starts(str(index))
+        search.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
+    page = markdown(search.report_input())
     assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
-    assert page.count("ValueError") == 11  # once more with its traceback
+    assert page.count("ValueError") == 11  # ten messages, and one traceback
     assert "And 20 more." in page
 
 
@@ -163,11 +163,11 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
 
 
 def test_the_same_facts_are_json() -> None:
-    told = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
-    assert told["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
-    assert told["ended_count"] == 20
-    assert [run["epoch"] for run in told["runs"]] == [1, 2, 3]
-    assert told["best"][0]["trial"] == told["trials"][0]["trial"]
+    facts = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
+    assert facts["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
+    assert facts["ended_count"] == 20
+    assert [run["epoch"] for run in facts["runs"]] == [1, 2, 3]
+    assert facts["best"][0]["trial"] == facts["trials"][0]["trial"]
 
 
 @pytest.mark.parametrize("count", [1, 100, 1_000])
@@ -180,26 +180,26 @@ def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
 
 
 def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
-    told = Telling(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
+    search = Telling(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
     for index in range(60):
-        told.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
-        told.starts(str(index))
-        told.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
-        told.tell(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
-    assert len(markdown(told.report_input())) < _BIG
+        search.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
+        search.starts(str(index))
+        search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
+        search.tell(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
+    assert len(markdown(search.report_input())) < _BIG
 
 
 HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
 
 
 def hostile() -> ReportInput:
-    told = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
+    search = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
     for index in range(12):
-        told.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
-        told.starts(str(index))
-        told.trains(str(index), 1, {HOSTILE: float(index)})
-    told.tell(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
-    return told.report_input()
+        search.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
+        search.starts(str(index))
+        search.trains(str(index), 1, {HOSTILE: float(index)})
+    search.tell(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
+    return search.report_input()
 
 
 def test_what_a_user_named_is_text_in_markdown() -> None:
@@ -251,12 +251,12 @@ ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] 
 
 
 def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
-    told = Telling(settings=settings, metrics=["loss"])
+    search = Telling(settings=settings, metrics=["loss"])
     for index in range(12):
-        told.adds(str(index), {"x": values[index % len(values)], "y": index})
-        told.starts(str(index))
-        told.trains(str(index), 1, metrics[index % len(metrics)])
-    return told.report_input()
+        search.adds(str(index), {"x": values[index % len(values)], "y": index})
+        search.starts(str(index))
+        search.trains(str(index), 1, metrics[index % len(metrics)])
+    return search.report_input()
 
 
 @pytest.mark.parametrize("case", ODD)
@@ -275,25 +275,25 @@ def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> 
 
 
 def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
-    told = Telling()
-    told.adds("0", {"x": 1})
-    told.starts("0")
-    told.trains("0", 1, {"loss": 1.0})
-    new = CheckpointRef(step=1, sequence=told.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
-    told.tell(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
-    cost = markdown(told.report_input()).partition("## Cost")[2]
+    search = Telling()
+    search.adds("0", {"x": 1})
+    search.starts("0")
+    search.trains("0", 1, {"loss": 1.0})
+    new = CheckpointRef(step=1, sequence=search.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
+    search.tell(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
+    cost = markdown(search.report_input()).partition("## Cost")[2]
     assert "1 committed, 4.77 MiB in all" in cost
     assert "sent" not in cost
 
 
 @pytest.mark.parametrize("reason", ["", "the time budget of 1:00:00 is spent"])
 def test_a_run_that_was_ended_before_its_time_says_why(reason: str) -> None:
-    told = Telling()
+    search = Telling()
     if reason:
-        told.tell(StopAsked(reason=reason))
-    assert (f"| **ended early** | {reason} |" in markdown(told.report_input())) == bool(reason)
-    told.opens("the next one")
-    assert "ended early" not in markdown(told.report_input())
+        search.tell(StopAsked(reason=reason))
+    assert (f"| **ended early** | {reason} |" in markdown(search.report_input())) == bool(reason)
+    search.opens("the next one")
+    assert "ended early" not in markdown(search.report_input())
 
 
 def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> None:
@@ -314,54 +314,54 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
     }
     assert "**Best loss: 0.6 (trial pruned) · 3 of 7 trials done · 1 interrupted · 1 errored · 1 running" in page
     pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
-    assert not pictograms.search(page), "a font may not have them"
+    assert not pictograms.search(page), "a font may lack these characters"
 
 
 def test_what_each_row_would_repeat_is_said_once_above_the_table() -> None:
-    told = Telling()
+    search = Telling()
     for index in range(10):
-        told.adds(str(index), {"x": index})
-        told.starts(str(index))
-        told.trains(str(index), 12_345, {"loss": index / 7})
-        told.tell(Finished(trial=str(index), reason="enough"))
-    trials = markdown(told.report_input()).partition("## Trials")[2].partition("##")[0]
+        search.adds(str(index), {"x": index})
+        search.starts(str(index))
+        search.trains(str(index), 12_345, {"loss": index / 7})
+        search.tell(Finished(trial=str(index), reason="enough"))
+    trials = markdown(search.report_input()).partition("## Trials")[2].partition("##")[0]
     assert "The same in every row: status completed, step 12,345, trained 3 h 25 min." in trials
     assert "| trial | loss | x |" in trials
-    assert "checkpoint |" not in trials, "none of them has one"
+    assert "checkpoint |" not in trials, "no trial has a checkpoint"
 
 
 def test_a_single_row_says_it_all() -> None:
-    told = Telling()
-    told.adds("0", {"x": 1})
-    assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(told.report_input())
+    search = Telling()
+    search.adds("0", {"x": 1})
+    assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(search.report_input())
 
 
 def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
-    told = Telling(settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}})
-    page = page_of(told.report_input(), linked)
+    search = Telling(settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}})
+    page = page_of(search.report_input(), linked)
     settings = as_markdown(page).partition("## Settings")[2]
     assert "<details" not in as_markdown(page) + as_html(page)
     assert '| **space** | `{"x": [1, 2]}` |' in settings
-    assert {"seed", "stop"}.isdisjoint(re.findall(r"\*\*(\w+)\*\*", settings)), "they were left as they are"
+    assert {"seed", "stop"}.isdisjoint(re.findall(r"\*\*(\w+)\*\*", settings)), "default settings are not listed"
 
 
 def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_time_it_is() -> None:
-    told = Telling()
+    search = Telling()
     for name in ("0", "1"):
-        told.adds(name, {"x": int(name)})
-        told.starts(name)
-        told.trains(name, 1, {"loss": 0.5})
-    told.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
-    page = markdown(replace(told.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
+        search.adds(name, {"x": int(name)})
+        search.starts(name)
+        search.trains(name, 1, {"loss": 0.5})
+    search.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
+    page = markdown(replace(search.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
     assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
     assert "The same in every row: status running, host gpu-1." in page
     assert "| trial | step | loss |" in page
     row = next(line for line in page.splitlines() if line.startswith("| [1]"))
     assert [cell.strip() for cell in row.split("|")][2:4] == ["59", "0.25"]
-    told.trains("1", 2, {"loss": 0.4})
-    assert told.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step in order"
-    told.tell(Finished(trial="1", reason="enough"))
-    assert facts_of(told.report_input(), linked).trials[0].step == 2
+    search.trains("1", 2, {"loss": 0.4})
+    assert search.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step, in order"
+    search.tell(Finished(trial="1", reason="enough"))
+    assert facts_of(search.report_input(), linked).trials[0].step == 2
 
 
 def test_of_a_search_that_is_over_no_page_says_an_age_or_a_host() -> None:

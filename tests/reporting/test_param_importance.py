@@ -1,4 +1,4 @@
-"""How much a parameter matters."""
+"""Parameter importance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status of trials in tables of data, and in a trial's own journal."""
+"""The status of trials in Arrow tables, and in a trial's own journal."""
 
 from __future__ import annotations
 

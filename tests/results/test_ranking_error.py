@@ -1,4 +1,4 @@
-"""Why no trial can be compared."""
+"""The error for a search without comparable trials."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
 def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
-    """A trial that reported so, and then errored if it has an error."""
+    """A trial with these reports; with an error, it errored after them."""
     events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
-    told = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
-    events += [Reported(trial="00000", report=each) for each in told]
+    reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
+    events += [Reported(trial="00000", report=each) for each in reported]
     state = nothing_yet("e")
     for number, event in enumerate(events + [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error), 1):
         state = after_event(state, event, number)

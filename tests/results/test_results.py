@@ -1,4 +1,4 @@
-"""What a search leaves behind, for whoever asks: in the run that made it, later, or with other tools."""
+"""Results of a search: in the run that trained it, in a later process, and exported to other tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A, B, C, BROKEN = "00000", "00001", "00002", "00003"
 
 @pytest.fixture(scope="module")
 def target(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a search over four scripts, the last of which is broken, has ended."""
+    """A target with a finished search of four trials, the last of which errored."""
     assert prefect_server
     folder = tmp_path_factory.mktemp("results") / "target"
     results = pt.tune(
@@ -42,7 +42,7 @@ def results(target: Path) -> pt.Results:
 
 
 def count_in(checkpoint: pt.Checkpoint | None) -> str:
-    """The step whose checkpoint it is."""
+    """The step of a checkpoint."""
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
         return Path(directory, "count").read_text()
@@ -74,28 +74,28 @@ def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) ->
 
 
 def test_the_report_draws_a_nested_metric() -> None:
-    told = Telling(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
+    search = Telling(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
     for name, loss in (("a", 0.25), ("b", 0.125)):
-        told.adds(name, {})
-        told.starts(name)
-        told.trains(name, 1, {"eval": {"loss": 1.0}})
-        told.trains(name, 2, {"eval": {"loss": loss}})
-    shown = told.report_input()
+        search.adds(name, {})
+        search.starts(name)
+        search.trains(name, 1, {"eval": {"loss": 1.0}})
+        search.trains(name, 2, {"eval": {"loss": loss}})
+    shown = search.report_input()
     assert shown.ranking[0].trial == "b"
     assert list(shown.history.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
 
 
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
-    told = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
+    search = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
     for name, size in (("a", 10), ("b", 5), ("c", 5)):
-        told.adds(name, {})
-        told.starts(name)
-        told.trains(name, 1, {"loss": 1.0, "size": size})
-    results = pt.Results(told.state, pt.LocalTarget(path=str(tmp_path)), objective_in(told.state.settings))
+        search.adds(name, {})
+        search.starts(name)
+        search.trains(name, 1, {"loss": 1.0, "size": size})
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
     assert [each.trial for each in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
-    assert results.best is best_of(told.state)  # what `ls` and `export` name
-    assert results.best.trial == told.report_input().ranking[0].trial  # what the report names
+    assert results.best is best_of(search.state)  # what `ls` and `export` name
+    assert results.best.trial == search.report_input().ranking[0].trial  # what the report names
 
 
 def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:
