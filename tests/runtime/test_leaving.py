@@ -1,4 +1,4 @@
-"""Whenever a trial hears that it is to save and leave, it saves the step at which it leaves."""
+"""A trial that receives "save and leave" saves the step at which it leaves, whenever the message arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.trial_processes import start_of
 
 
 class Supervisor:
-    """Says one thing at the `moment`-th look for a message, and acknowledges every checkpoint."""
+    """Sends `said` at the `moment`-th check for a message, and acknowledges every checkpoint."""
 
     def __init__(self, moment: int, said: ToTrial) -> None:
         self._moment = moment

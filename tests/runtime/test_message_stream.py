@@ -1,4 +1,4 @@
-"""Messages on a socket arrive whole and in order, however their bytes come; anything else is refused at once."""
+"""Messages on a socket arrive whole and in order, however their bytes are split; invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIMIT_BYTES = 1024**2
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, socket.socket]]:
-    """The reader's end, and the other one."""
+    """The reader's end of a socket pair, and the writer's end."""
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, theirs:
         yield near, theirs
@@ -68,7 +68,7 @@ def test_a_message_that_stops_half_way_holds_up_its_reader_for_no_longer_than_it
 
 
 def test_no_byte_is_read_beyond_a_message(ends: tuple[Connection, socket.socket]) -> None:
-    """The process may serve another trial, whose supervisor reads with another reader."""
+    """The process may serve another trial next, whose supervisor uses a new reader."""
     ends[1].sendall(framed(LAST) * 3)
     for _ in range(3):
         assert MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
@@ -95,7 +95,7 @@ def test_a_message_may_be_as_long_as_the_limit_and_no_longer(
 def test_the_long_form_of_a_length_is_understood(
     ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
 ) -> None:
-    """What `multiprocessing` writes in front of two gigabytes and more."""
+    """`multiprocessing` writes the long form in front of messages of two gigabytes and more."""
     data = LAST.model_dump_json().encode()
     ends[1].sendall(struct.pack("!iQ", -1, len(data)) + data)
     assert reader.read(_NOW) == LAST

@@ -69,7 +69,7 @@ def test_what_torch_says_of_ranks_comes_before_the_environment(
 def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started_by() is None
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", f"{os.getpid()} t")
-    assert started_by() is None, "it is the trial's process itself"
+    assert started_by() is None, "this is the trial's process itself"
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", "1 a trial")
     found = started_by()
     assert found is not None
@@ -109,7 +109,7 @@ def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
 @pytest.mark.parametrize(
     ("event", "arguments"),
     [
-        ("subprocess.Popen", (None, ["python", "-P", "-m", _TRIAL, "9", "11"], None, None)),  # a search in a trial
+        ("subprocess.Popen", (None, ["python", "-P", "-m", _TRIAL, "9", "11"], None, None)),  # a search within a trial
         ("subprocess.Popen", (None, f"python -m {_TRIAL} 5 7", None, None)),
         ("subprocess.Popen", (None, ["grep", _TRIAL, "5", "7"], None, None)),
         ("subprocess.Popen", (None, ["python", "-c", "from multiprocessing.spawn import spawn_main"], None, None)),

@@ -1,4 +1,4 @@
-"""The trial's own side, in this process: what it hears unasked is there before it begins."""
+"""The trial's side of a training, run in this process: all messages to the trial are sent before it begins."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Trains = Callable[[Config], Mapping[str, object] | None]
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., Sequence[FromTrial]]:
-    """Train here, with everything that the supervisor says unasked said at once; return what the trial says."""
+    """Train in this process, with all unrequested messages sent first; return the trial's messages."""
     return partial(_trained, tmp_path)
 
 
@@ -56,7 +56,7 @@ def _trained(
     *said: ToTrial,
     stopper: Stopper | None = None,
     curve: tuple[StepReport, ...] = (),
-    cadence: Cadence = Cadence(),  # noqa: B008  it is frozen: nobody changes it for others
+    cadence: Cadence = Cadence(),  # noqa: B008  frozen: safe to share
 ) -> Sequence[FromTrial]:
     start = Start(
         experiment="e",
@@ -80,21 +80,21 @@ def _trained(
     with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:
         for message in (start, *said):
             near.send_bytes(message.model_dump_json().encode())
-        heard: list[FromTrial] = []
-        listening = threading.Thread(target=_hear, args=(near, heard))
-        listening.start()
-        # In a context of its own, as a thread is: the trial of one test is not the next one's.
+        received: list[FromTrial] = []
+        receiver = threading.Thread(target=_receive, args=(near, received))
+        receiver.start()
+        # In a separate context, like a thread: the current trial does not leak into the next test.
         copy_context().run(train, far, whole_process=False)
-        listening.join()
-        return heard
+        receiver.join()
+        return received
 
 
-def _hear(near: Connection, heard: list[FromTrial]) -> None:
-    """Hear all that the trial says, and acknowledge what it hands over."""
-    while not (heard and isinstance(heard[-1], TrialEnded | Broke)):
-        heard.append(from_trial.validate_json(near.recv_bytes()))
-        if isinstance(heard[-1], StepDone | StateSaved) and heard[-1].checkpoint:
-            near.send_bytes(CheckpointSaved(step=heard[-1].report.step).model_dump_json().encode())
+def _receive(near: Connection, received: list[FromTrial]) -> None:
+    """Receive all messages of the trial, and acknowledge its checkpoints."""
+    while not (received and isinstance(received[-1], TrialEnded | Broke)):
+        received.append(from_trial.validate_json(near.recv_bytes()))
+        if isinstance(received[-1], StepDone | StateSaved) and received[-1].checkpoint:
+            near.send_bytes(CheckpointSaved(step=received[-1].report.step).model_dump_json().encode())
 
 
 def _save() -> None:
@@ -116,7 +116,7 @@ def _trains_in_a_thread(_config: Config) -> None:
         for _ in range(9):
             try:
                 _save()
-            except BaseException:  # noqa: BLE001  a thread's own end is seen by nobody
+            except BaseException:  # noqa: BLE001  no test reads a thread's exception
                 return
 
     thread = threading.Thread(target=copy_context().run, args=(work,))
@@ -147,16 +147,16 @@ def test_a_function_that_never_saw_its_criterion_has_met_it(
 def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         trial = pt.get_trial()
-        before, asked = trial.step, trial.should_checkpoint  # nothing has been reported yet that would listen
+        before, asked = trial.step, trial.should_checkpoint  # no report yet, so no message was read
         pt.report({"loss": 1.0})
         return {"before": before, "step": trial.step, "asked": asked}
 
-    told = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
-    assert told[-1] == {"before": 0, "step": 1, "asked": True}
+    reported = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
+    assert reported[-1] == {"before": 0, "step": 1, "asked": True}
 
 
 class _Saves(pt.Trainable):
-    """Has a state of nothing much; its third step reports something else."""
+    """Saves a trivial state; its third step reports another metric."""
 
     def setup(self, _config: Config) -> None:
         self.steps = 0
@@ -198,8 +198,8 @@ def test_nobody_asked_to_stop_who_was_not(trained: Callable[..., Sequence[FromTr
     def looks(_config: Config) -> Mapping[str, object]:
         return {"asked": pt.get_trial().should_checkpoint}
 
-    (told,) = [each for each in trained(looks) if isinstance(each, StepDone)]
-    assert told.report.metrics == {"asked": False}
+    (step,) = [each for each in trained(looks) if isinstance(each, StepDone)]
+    assert step.report.metrics == {"asked": False}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_trial_whose_last_step_said_done_is_not_trained_again(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:
     def trains(_config: Config) -> None:
-        raise AssertionError("it was done")
+        raise AssertionError("the trial was trained again")
 
     last = StepReport(step=3, metrics={"done": True})
     assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable reported that it is done")]
@@ -322,7 +322,7 @@ def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Callable
 
 @dataclass
 class _Tensor:
-    """As PyTorch's: its size is a method."""
+    """Like a PyTorch tensor: `size` is a method."""
 
     values: list[float]
 

@@ -1,4 +1,4 @@
-"""What a trial says of a `save_checkpoint` that stores nothing."""
+"""Errors and warnings for a `save_checkpoint` that stores nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runtime.test_leaving import Supervisor
 
 
 def session_in(place: Path) -> TrialSession:
-    supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it never speaks
+    supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it sends no message
     start = start_of("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
     return TrialSession(supervisor, start, Never())
 

@@ -1,4 +1,4 @@
-"""Orders that are carried out again, late, or for somebody who owns the experiment no more."""
+"""Attempt requests that run twice, too late, or for an owner that has been superseded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MINUTE = timedelta(minutes=1)
 
 
 class Desk:
-    """A trial with a journal of its own, and who is given orders for it."""
+    """A trial with its own journal, and the task that runs attempt requests for it."""
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
@@ -77,13 +77,13 @@ class Desk:
         stop = threading.Event()
         self.link = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
 
-    def given(self, orders: AttemptRequest) -> JournalWriter:
-        """Carry orders out up to where the attempt begins."""
-        journal_writer: JournalWriter = module._own_journal(self.plan, orders, self.link)
+    def given(self, request: AttemptRequest) -> JournalWriter:
+        """Process a request up to the start of its attempt."""
+        journal_writer: JournalWriter = module._own_journal(self.plan, request, self.link)
         return journal_writer
 
-    def begun(self, orders: AttemptRequest) -> JournalWriter:
-        journal_writer = self.given(orders)
+    def begun(self, request: AttemptRequest) -> JournalWriter:
+        journal_writer = self.given(request)
         trial = journal_writer.experiment.trial(TRIAL)
         if trial.phase is not Phase.RUNNING:
             newest = trial.checkpoints[-1] if trial.checkpoints else None
@@ -93,8 +93,8 @@ class Desk:
             )
         return journal_writer
 
-    def run(self, orders: AttemptRequest) -> AttemptResult:
-        result: AttemptResult = module._attempt(self.plan, orders, self.link, logging.getLogger("tests"))
+    def run(self, request: AttemptRequest) -> AttemptResult:
+        result: AttemptResult = module._attempt(self.plan, request, self.link, logging.getLogger("tests"))
         return result
 
     def saves(self, journal_writer: JournalWriter, *steps: int) -> None:
@@ -149,19 +149,19 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
         yield Desk(LocalTarget(path=str(tmp_path / "target")))
 
 
-def orders(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
+def attempt_request(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
     return AttemptRequest(config={"x": 1}, attempt=attempt, search_epoch=search_epoch, exploit=exploit)
 
 
-# ------------------------------------------------------------------------------------- the same ones once more
+# ------------------------------------------------------------------------------------- the same request twice
 
 
 def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_it(desk: Desk) -> None:
-    """The machine that ran them died without a word, and whatever ran them runs them again."""
+    """The machine died without a reply, and the executor runs the same request again."""
     desk.source(2)
-    told = orders(1, exploit=EXPLOIT)
-    desk.saves(desk.begun(told), 3, 4, 5)
-    again = desk.begun(told)
+    request = attempt_request(1, exploit=EXPLOIT)
+    desk.saves(desk.begun(request), 3, 4, 5)
+    again = desk.begun(request)
     assert again.experiment.trial(TRIAL).step == 5
     assert again.experiment.trial(TRIAL).attempt == 2
     assert desk.count(Cloned) == 1
@@ -176,16 +176,16 @@ def test_an_exploit_never_continues_from_the_end_of_its_source(
     desk: Desk, last_step: int | None, ends: Sequence[Event]
 ) -> None:
     desk.source(2, 4, ends=ends)
-    trial = desk.begun(replace(orders(1, exploit=EXPLOIT), last_step=last_step)).experiment.trial(TRIAL)
+    trial = desk.begun(replace(attempt_request(1, exploit=EXPLOIT), last_step=last_step)).experiment.trial(TRIAL)
     assert (trial.step, trial.config) == (2, EXPLOIT.config)
 
 
 def test_a_source_with_nothing_but_its_end_leaves_the_trial_its_own_weights(desk: Desk) -> None:
     desk.source(4)
-    journal_writer = desk.begun(orders(1))
+    journal_writer = desk.begun(attempt_request(1))
     desk.saves(journal_writer, 3)
     journal_writer.write([Paused(trial=TRIAL, reason="its turn is over")])
-    trial = desk.begun(replace(orders(2, exploit=EXPLOIT), last_step=4)).experiment.trial(TRIAL)
+    trial = desk.begun(replace(attempt_request(2, exploit=EXPLOIT), last_step=4)).experiment.trial(TRIAL)
     assert (trial.step, trial.config) == (3, EXPLOIT.config)
 
 
@@ -196,36 +196,36 @@ def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before
         raise StoreUnavailable("for longer than the retries last")
 
     desk.source(2)
-    desk.given(orders(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
-    told = orders(2, exploit=EXPLOIT)
+    desk.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    request = attempt_request(2, exploit=EXPLOIT)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_exploit", dies)
         with pytest.raises(StoreUnavailable):
-            desk.given(told)
-    assert desk.begun(told).experiment.trial(TRIAL).step == 2
+            desk.given(request)
+    assert desk.begun(request).experiment.trial(TRIAL).step == 2
     assert desk.count(Cloned) == 1
 
 
 def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(desk: Desk) -> None:
-    journal_writer = desk.begun(orders(1))
+    journal_writer = desk.begun(attempt_request(1))
     desk.saves(journal_writer, 1, 2)
     journal_writer.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
     bad = Quarantined(
         trial=TRIAL, sequence=journal_writer.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills"
     )
-    told = replace(orders(2), puts_aside=(bad,))
-    desk.saves(desk.begun(told), 3)
-    desk.begun(told)
+    request = replace(attempt_request(2), puts_aside=(bad,))
+    desk.saves(desk.begun(request), 3)
+    desk.begun(request)
     assert desk.count(Quarantined) == 1
     assert desk.trial().step == 3
 
 
 def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_orders(desk: Desk) -> None:
-    told = orders(1)
-    journal_writer = desk.begun(told)
+    request = attempt_request(1)
+    journal_writer = desk.begun(request)
     desk.saves(journal_writer, 1)
     journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
-    assert desk.run(told).outcome == Done("enough", returned=True)
+    assert desk.run(request).outcome == Done("enough", returned=True)
     assert (desk.trial().phase, desk.trial().attempt) == (Phase.FINISHED, 1)
 
 
@@ -241,55 +241,55 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
         adopted: Sequence[Event] = adopt(*arguments, **more)
         return adopted
 
-    told = orders(1)
-    journal_writer = desk.begun(told)
+    request = attempt_request(1)
+    journal_writer = desk.begun(request)
     desk.saves(journal_writer, 1)
     if ends:
         journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
-    heard: dict[int, Sequence[Event]] = {}
+    received: dict[int, Sequence[Event]] = {}
 
-    def hear(events: Sequence[Event], state: Experiment) -> None:
-        heard[state.number] = tuple(events)
+    def receive(events: Sequence[Event], state: Experiment) -> None:
+        received[state.number] = tuple(events)
 
-    desk.link = cast("SearchLink", SimpleNamespace(stop=desk.link.stop, wrote=hear))
+    desk.link = cast("SearchLink", SimpleNamespace(stop=desk.link.stop, wrote=receive))
     monkeypatch.setattr(experiment_state, "adopt", breaks_off)
     monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
-    assert isinstance(desk.given(told), AttemptResult if ends else JournalWriter)
+    assert isinstance(desk.given(request), AttemptResult if ends else JournalWriter)
     assert desk.count(Requeued) == 0
     with desk.target.open(timeout=_MINUTE) as store:
         written = {each.number: each.events for each in history(store, desk.plan.journal, side_by_side=map)}
-    assert heard == {number: written[number] for number in heard}
+    assert received == {number: written[number] for number in received}
 
 
 def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: Desk) -> None:
-    told = orders(1)
-    journal_writer = desk.begun(told)
+    request = attempt_request(1)
+    journal_writer = desk.begun(request)
     desk.saves(journal_writer, 1)
     journal_writer.write([Paused(trial=TRIAL, reason="rung")])
-    assert desk.run(told).outcome == Yielded("rung")
+    assert desk.run(request).outcome == Yielded("rung")
     assert desk.trial().phase is Phase.PAUSED
-    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
+    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
 
 
 def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) -> None:
-    journal_writer = desk.begun(orders(1))
+    journal_writer = desk.begun(attempt_request(1))
     desk.saves(journal_writer, 1)
     journal_writer.write([Finished(trial=TRIAL, reason="enough")])
-    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
+    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
 
 
-# ---------------------------------------------------------------------------------------- those that are too late
+# ---------------------------------------------------------------------------------------- requests that are too late
 
 
 @pytest.mark.parametrize(
-    "late", [orders(1), orders(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
+    "late", [attempt_request(1), attempt_request(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
 )
 def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(
     desk: Desk, late: AttemptRequest
 ) -> None:
-    """Somebody presses Retry on the run of an attempt that failed long ago; or its search was taken over."""
-    desk.begun(orders(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
-    runs = desk.begun(orders(2, search_epoch=2))
+    """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
+    desk.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    runs = desk.begun(attempt_request(2, search_epoch=2))
     before = desk.count(Opened)
     with pytest.raises(Superseded, match="a newer request replaced this one"):
         desk.given(late)
@@ -298,16 +298,16 @@ def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that
 
 
 def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> None:
-    desk.begun(orders(1))
-    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
-    assert desk.begun(orders(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
+    desk.begun(attempt_request(1))
+    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
+    assert desk.begun(attempt_request(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
 
 
-# ------------------------------------------------------------------------- of an experiment that was deleted
+# ------------------------------------------------------------------------- requests of a deleted experiment
 
 
 def searched(target: LocalTarget) -> str:
-    """Begin the experiment; return its id."""
+    """Create the experiment; return its id."""
     open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_write_id()))
     found = experiment_id(target, "e")
     assert found
@@ -315,7 +315,7 @@ def searched(target: LocalTarget) -> str:
 
 
 def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> None:
-    late = replace(orders(1), experiment_id=searched(desk.target))
+    late = replace(attempt_request(1), experiment_id=searched(desk.target))
     with desk.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="no longer exists"):
@@ -326,16 +326,16 @@ def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> N
 def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
     desk: Desk,
 ) -> None:
-    late = replace(orders(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
+    late = replace(attempt_request(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
     with desk.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
-    now = replace(orders(1), experiment_id=searched(desk.target))
+    now = replace(attempt_request(1), experiment_id=searched(desk.target))
     with pytest.raises(Superseded, match="is a new one with the same name"):
         desk.given(late)
     assert desk.begun(now).experiment.trial(TRIAL).config == {"x": 1}
 
 
-# ---------------------------------------------------------------------------------------------- a training alone
+# -------------------------------------------------------------------------------------------- a single training
 
 
 def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(

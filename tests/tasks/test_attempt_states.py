@@ -1,4 +1,4 @@
-"""How the task run of an attempt ends: Prefect's UI shows its state's name, its colour and its message."""
+"""The final state of an attempt's task run: its name, color and message in Prefect's UI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an attempt's end is read: whose doing it was, who was waited for, and what the clock may say."""
+"""How the supervisor classifies the end of an attempt: its cause, pending uploads, silence and grace period."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ KILLED = "ended by SIGKILL"
 
 @dataclass
 class FakeChannel:
-    """A trial that says `says`, with a pause after each, and then is silent, or gone where `became` says how."""
+    """A trial that sends `says` (a float is a pause in seconds), then is silent, or ends as `became` describes."""
 
     says: Sequence[FromTrial | float]
     became: str = ""
-    told: list[ToTrial] = field(default_factory=list)
+    sent: list[ToTrial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._left = list(self.says)
@@ -62,7 +62,7 @@ class FakeChannel:
         return None
 
     def tell(self, message: ToTrial) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
     def end(self) -> str:
         return self.became
@@ -70,7 +70,7 @@ class FakeChannel:
 
 @dataclass
 class FakeLedger:
-    """Saves nothing until it is told to: `uploads` holds what is under way."""
+    """Completes no save on its own: calling an item of `uploads` completes that save."""
 
     error: BaseException | None = None
     code: str = ""
@@ -118,7 +118,7 @@ def outcome_of(
     return supervise(FakeChannel(says, became), commit_worker or FakeLedger(), plan, line())
 
 
-# ----------------------------------------------------------------------------------------- whose doing it was
+# ---------------------------------------------------------------------------------------- the cause of the end
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is
     assert commit_worker.flushes == reads_journal
 
 
-# ------------------------------------------------------------------------------------- silence, and the grace
+# ------------------------------------------------------------------------------ silence, and the grace period
 
 
 def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialSpec) -> None:
@@ -232,7 +232,7 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
 
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
-            if self._left == [0.0]:  # all this time it was in `pt.report`
+            if self._left == [0.0]:  # the trial was blocked in `pt.report` until here
                 commit_worker.uploads.pop()()
             return super().receive(patience)
 
@@ -240,25 +240,25 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     began = time.monotonic()
     found = supervise(channel, commit_worker, plan, line())
     assert time.monotonic() - began >= 0.4 + 0.3
-    assert channel.told == [CheckpointSaved(step=1)]
+    assert channel.sent == [CheckpointSaved(step=1)]
     assert isinstance(found, Failed)
     assert "presumed hung" in found.message
 
 
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialSpec) -> None:
-    told = line()
+    link = line()
 
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
             if not self._left:
-                told.answer(Leave(reason="enough", save=True, for_good=True))
+                link.answer(Leave(reason="enough", save=True, for_good=True))
             return super().receive(patience)
 
         def tell(self, message: ToTrial) -> None:
             super().tell(message)
-            assert len(self.told) < 100, "it is waited for, for ever"
+            assert len(self.sent) < 100, "the supervisor waits for ever"
 
-    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, told)
+    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, link)
     assert isinstance(found, Failed)
     assert "presumed hung" in found.message
 
@@ -268,7 +268,7 @@ def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialSpe
     says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
     channel = FakeChannel(says)
     assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
-    assert channel.told == [GoOn(milestone=None)]
+    assert channel.sent == [GoOn(milestone=None)]
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
     assert f"asked to stop; {said} " in found.message
-    assert channel.told == [StopAndSave()]
+    assert channel.sent == [StopAndSave()]

@@ -1,4 +1,4 @@
-"""What becomes of what a trial says when the target refuses, is away, or is given what cannot be saved."""
+"""Reports and checkpoints when the target refuses or is unavailable, or when a checkpoint cannot be saved."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ TRIAL = TrialKey(experiment="e", trial="trial")
 
 
 @dataclass
-class Weather:
-    """What is wrong with the target now: asked before every write, with the path that it goes to."""
+class InjectedErrors:
+    """The errors that the target raises: `wrong` is called with the path before every write."""
 
     wrong: Callable[[str], TuneError | None] = lambda _path: None
     after: Callable[[str], TuneError | None] = lambda _path: None
-    """Likewise, once it is written."""
+    """The same, called after the write."""
     hidden: Sequence[str] = ()
-    """What cannot be read."""
+    """The paths that cannot be read."""
 
     @staticmethod
     def raise_if(error: TuneError | None) -> None:
@@ -66,31 +66,31 @@ class Weather:
             raise error
 
 
-WEATHER = Weather()
+INJECTED = InjectedErrors()
 
 
 class _Store(PosixStore):
     def create(self, path: str, data: Buffer) -> None:
-        WEATHER.raise_if(WEATHER.wrong(path))
+        INJECTED.raise_if(INJECTED.wrong(path))
         super().create(path, data)
-        WEATHER.raise_if(WEATHER.after(path))
+        INJECTED.raise_if(INJECTED.after(path))
 
     def put(self, path: str, data: Buffer) -> None:
-        WEATHER.raise_if(WEATHER.wrong(path))
+        INJECTED.raise_if(INJECTED.wrong(path))
         super().put(path, data)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        WEATHER.raise_if(StoreUnavailable("503") if path in WEATHER.hidden else None)
+        INJECTED.raise_if(StoreUnavailable("503") if path in INJECTED.hidden else None)
         return super().read(path, offset=offset, length=length)
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            WEATHER.raise_if(WEATHER.wrong(f"delete {path}"))
+            INJECTED.raise_if(INJECTED.wrong(f"delete {path}"))
         super().delete(paths)
 
 
-class WeatheredTarget(LocalTarget):
-    """A folder that has its moods."""
+class FaultyTarget(LocalTarget):
+    """A folder that raises the injected errors."""
 
     _block_type_slug = "weathered-target"
 
@@ -116,13 +116,13 @@ class NoArtifacts:
 
 
 def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
-    """Write an entry once: what is tried again is tried by the ledger."""
+    """Write an entry without retries: the commit worker retries."""
     return sync_experiment_state.fn(target, state, events, stamp or new_write_id())
 
 
 @dataclass
 class Desk:
-    """An experiment with one running trial, and the ledgers of its attempts."""
+    """An experiment with one running trial, and the commit workers of its attempts."""
 
     plan: TrialSpec
     folder: Path
@@ -199,7 +199,7 @@ def report(step: int) -> StepReport:
 
 @contextmanager
 def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
-    """Have it done between the death of the ledger's thread and its last words."""
+    """Call `act` after the commit worker's thread died and before its last attempt to write the end."""
     last_words = commit_worker._end_all_the_same
 
     def after() -> None:
@@ -217,15 +217,15 @@ def ended(cause: Cause, message: str) -> Sequence[Event]:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """Tasks are called as the functions that they are: no server, and no retries."""
+    """Tasks run as plain functions: no server, no retries."""
     monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
-    target = WeatheredTarget(path=str(tmp_path / "target"))
+    target = FaultyTarget(path=str(tmp_path / "target"))
     plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield Desk(plan, tmp_path)
-    WEATHER.wrong = WEATHER.after = lambda _path: None
-    WEATHER.hidden = ()
+    INJECTED.wrong = INJECTED.after = lambda _path: None
+    INJECTED.hidden = ()
 
 
 def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
@@ -261,7 +261,7 @@ def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -
     assert (desk.state().phase, desk.state().user_failures) == (Phase.PENDING, 1)
 
 
-# ------------------------------------------------------------------------- what is wrong with what was handed over
+# ----------------------------------------------------------------------------- checkpoints that cannot be saved
 
 
 def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(desk: Desk) -> None:
@@ -279,12 +279,12 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
     assert desk.committed == []
-    assert desk.reported() == [1, 2], "the last progress is journaled with the failure"
+    assert desk.reported() == [1, 2], "the last reports are journaled with the failure"
 
 
 def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
     commit_worker = desk.attempt()
-    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
+    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
     desk.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
@@ -294,12 +294,12 @@ def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_rai
 
 def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
     commit_worker = desk.attempt()
-    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
+    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
     desk.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
-    WEATHER.wrong = lambda _path: None
+    INJECTED.wrong = lambda _path: None
     assert desk.state().phase is Phase.RUNNING
 
 
@@ -307,7 +307,7 @@ def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_rais
 def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
     desk: Desk, caplog: pytest.LogCaptureFixture, away: str
 ) -> None:
-    """The target is away for longer than the retries of the last entry last, and then is back."""
+    """The target is unavailable for longer than the retries of the last entry, then available again."""
     commit_worker = desk.attempt()
     tries: list[str] = []
 
@@ -315,22 +315,22 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
         tries.append(path)
         return CommitUnknown("no reply") if len(tries) == 1 else None
 
-    setattr(WEATHER, away, once)
-    WEATHER.hidden = tries
+    setattr(INJECTED, away, once)
+    INJECTED.hidden = tries
     commit_worker.note(report(1))
     done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
     commit_worker.end([done])
-    with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(WEATHER, "hidden", ())):
+    with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
         commit_worker.close()
     assert (desk.state().phase, desk.reported()) == (Phase.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
 
-# ------------------------------------------------------------------------------------ what was put aside meanwhile
+# --------------------------------------------------------------------------- checkpoints quarantined meanwhile
 
 
 def damaged(desk: Desk) -> Sequence[int]:
-    """The steps of the live checkpoints that are not whole."""
+    """The steps of the live checkpoints that are damaged."""
     with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
         return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
 
@@ -353,7 +353,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     assert [key.step for key in desk.live()] == [5, 6]
     assert damaged(desk) == []
     assert desk.reported() == [1, 2, 3, 4, 5, 6]
-    assert desk.manifests() == 2, "what did not count is cleared away"
+    assert desk.manifests() == 2, "checkpoints that did not count are deleted"
 
 
 # ------------------------------------------------------------------------------------------------- deletions
@@ -361,7 +361,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
 
 def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk: Desk) -> None:
     desk.plan = replace(desk.plan, retention=Retention(last=1))
-    WEATHER.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
+    INJECTED.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
     commit_worker = desk.attempt()
     for step in (1, 2, 3):
         desk.save(commit_worker, step)
@@ -371,7 +371,7 @@ def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk:
     assert desk.committed == [1, 2, 3]
     assert [each.step for each in desk.state().checkpoints] == [3]
     assert desk.blobs() == 3
-    WEATHER.wrong = lambda _path: None
+    INJECTED.wrong = lambda _path: None
     again = desk.attempt()
     again.end(ended(Cause.MACHINE, "away"))
     again.close()
@@ -418,11 +418,11 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: Tu
         refused.append(path)
         return wrong
 
-    WEATHER.wrong = refuse
+    INJECTED.wrong = refuse
     commit_worker.note(report(1))
     until(lambda: len(refused) > 2)
     commit_worker.note(report(2))
-    WEATHER.wrong = lambda _path: None
+    INJECTED.wrong = lambda _path: None
     desk.save(commit_worker, 3)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
@@ -431,7 +431,7 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: Tu
 
 
 def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(desk: Desk) -> None:
-    """The same entry is written again, and recognized; the read that would have settled it failed too."""
+    """The read after the lost reply fails too; the retry writes the same entry, which is recognized."""
     often(desk, 0.05)
     commit_worker = desk.attempt()
     lost: list[str] = []
@@ -440,12 +440,12 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
         lost.append(path)
         return CommitUnknown("no reply") if len(lost) == 1 else None
 
-    WEATHER.after = lose
-    WEATHER.hidden = lost
+    INJECTED.after = lose
+    INJECTED.hidden = lost
     commit_worker.note(report(1))
     until(lambda: lost)
-    time.sleep(0.2)  # by now it has been tried again, as often as the period says
-    WEATHER.hidden = ()
+    time.sleep(0.2)  # several sync periods: the entry was retried
+    INJECTED.hidden = ()
     desk.save(commit_worker, 2)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()

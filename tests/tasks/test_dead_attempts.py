@@ -1,4 +1,4 @@
-"""Which task runs are set to Crashed when another owner takes a journal over: those of attempts that are dead."""
+"""A takeover sets the task runs of dead attempts to Crashed, and no others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEXT = Owner(name="next", host=HERE, pid=os.getpid(), flow_run=str(uuid4()))
 
 @flow(name="dies")
 def _dies() -> None:
-    """Stands for the flow of the dead owner."""
+    """The flow of the dead owner."""
 
 
 @task(name="prepare")
@@ -54,7 +54,7 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 
 
 def flow_run_in(client: SyncPrefectClient, state: State[Any]) -> UUID:
-    """Create a flow run in this state, with running attempts and a running task of the user's."""
+    """Create a flow run in this state, with running attempts and a running task of the user."""
     run = client.create_flow_run(_dies).id
     for name, each in {**ATTEMPTS, "prepare": _prepare}.items():
         client.create_task_run(task=each, flow_run_id=run, dynamic_key=name, name=name, state=Running())
@@ -150,7 +150,7 @@ def test_a_lost_attempt_of_a_flow_run_that_runs_again_says_when_its_process_was_
         until(lambda name=name: name in names(), seconds=60, what=lambda: str(names()))
     client.set_flow_run_state(flow_run, Running(), force=True)
     until(lambda: int(datetime.now(UTC).timestamp()) > int(seen[-1].timestamp()), seconds=60, what=lambda: "a second")
-    emit_event("prefect-tune.trial.finished", {"prefect.resource.id": "trial"}, related=about)  # by the new process
+    emit_event("prefect-tune.trial.finished", {"prefect.resource.id": "trial"}, related=about)  # of the new process
     until(lambda: "prefect-tune.trial.finished" in names(), seconds=60, what=lambda: str(names()))
     [task_run] = (each for each in attempts(client, lost) if each.name == "my own name")
     lost = lost.model_copy(update={"task_run": str(task_run.id)})
@@ -202,7 +202,7 @@ def test_after_a_retry_of_the_flow_run_its_present_attempts_are_left_alone() -> 
     is_dead = attempts_of(dead, run_count=2)
     assert is_dead(_task_run(1))
     assert not is_dead(_task_run(2))
-    assert not is_dead(_task_run(0, has_begun=False)), "it may be one of the present ones"
+    assert not is_dead(_task_run(0, has_begun=False)), "it may belong to the current run"
     assert not is_dead(_task_run(1, _prepare.task_key))
 
 

@@ -1,4 +1,4 @@
-"""Opening an experiment when replies are lost, and a target that is away for a moment."""
+"""Opening an experiment when replies are lost or the target is unavailable for a moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAMP = Stamp(write_id="w", at="now")
 
 
 class Late(Bucket):
-    """Takes the `nth` create without saying so, and shows it only when it arrives."""
+    """Loses the reply to the `nth` create, whose object is visible only after it arrives."""
 
     def __init__(self, nth: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
 
 
 class Mute(Bucket):
-    """Takes the `nth` create and does not say so, nor what is there when it is asked."""
+    """Loses the reply to the `nth` create, and the first read of its object fails."""
 
     def __init__(self, nth: int) -> None:
         super().__init__()
@@ -98,18 +98,18 @@ def test_what_is_heard_of_an_opening_whose_reply_was_lost_is_what_is_written(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     bucket = BUCKETS[request.node.name] = Mute(nth)
-    heard: dict[int, Sequence[Event]] = {}
+    received: dict[int, Sequence[Event]] = {}
     began = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
     first = (Adopted(), TrialAdded(trial="t", config={}), began) if says == "what comes first" else ()
     opening = Opening(
         ME,
         STAMP,
         also=lambda found: () if found.trials else first,
-        listener=lambda events, state: heard.update({state.number: tuple(events)}),
+        listener=lambda events, state: received.update({state.number: tuple(events)}),
     )
     open_journal(BucketTarget(name=request.node.name), JournalKey(experiment="e", trial="t"), opening)
     written = journal.history(bucket, JournalKey(experiment="e", trial="t"), side_by_side=map)
-    assert heard == {entry.number: tuple(entry.events) for entry in written}
+    assert received == {entry.number: tuple(entry.events) for entry in written}
 
 
 # ---------------------------------------------------------------------------------------------- the target

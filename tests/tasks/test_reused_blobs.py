@@ -1,4 +1,4 @@
-"""A training whose target rots while it runs: what is damaged is put aside in time, and sent again."""
+"""Blobs that rot while a training reuses them: damaged checkpoints are quarantined and their bytes uploaded again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from prefect_tune.tasks import commit_entry
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
-from tests.tasks.test_commit_worker import TRIAL, Desk, WeatheredTarget, ended, until
+from tests.tasks.test_commit_worker import TRIAL, Desk, FaultyTarget, ended, until
 
 EVERY = 3
 
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, CommitWorker]]:
-    """An attempt with two checkpoints that share a file, which has rotted since."""
+    """An attempt with two checkpoints that share a file whose blob has rotted."""
     monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
-    target = WeatheredTarget(path=str(tmp_path / "target"))
+    target = FaultyTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
     desk = Desk(TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path)
     commit_worker = desk.attempt()
@@ -39,7 +39,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     desk.rot_oldest_blob()
     yield desk, commit_worker
     commit_worker.end(ended(Cause.MACHINE, "away"))
-    with suppress(Superseded):  # where another attempt has begun
+    with suppress(Superseded):  # tests that begin another attempt
         commit_worker.close()
 
 

@@ -1,4 +1,4 @@
-"""Text that no JSON holds, and numbers that no float holds, from a trial: each becomes one failure with its cause."""
+"""Text that JSON cannot hold and numbers that a float cannot hold: each is one trial failure with its cause."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, write
 
 @pytest.fixture(autouse=True)
 def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test has a machine of its own."""
+    """Give each test its own temporary folder, as if it ran on its own machine."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

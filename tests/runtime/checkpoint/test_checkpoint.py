@@ -1,4 +1,4 @@
-"""`pt.Checkpoint` on this machine: references, local directories, committed checkpoints, advice."""
+"""`pt.Checkpoint` on this machine: references, local directories, committed checkpoints, error messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_attribute_of_older_apis_is_answered_with_an_example_that_compiles(of
 
 def test_an_attribute_nobody_ever_had_is_a_plain_error() -> None:
     with pytest.raises(AttributeError, match=r"^'Checkpoint' has no attribute 'colour'$"):
-        pt.Checkpoint("/nowhere").colour  # type: ignore[attr-defined]  # noqa: B018  looking is the act
+        pt.Checkpoint("/nowhere").colour  # type: ignore[attr-defined]  # noqa: B018  the access raises
 
 
 def test_importing_it_imports_neither_pyarrow_nor_prefect_nor_pydantic() -> None:
@@ -157,7 +157,7 @@ def test_the_file_system_of_a_local_directory_is_the_local_one(staged: Path) -> 
         assert directory == str(staged)
 
 
-# -------------------------------------------------------------------------------- a committed one, on disk
+# ------------------------------------------------------------------------- a committed checkpoint on disk
 
 
 @pytest.mark.parametrize("how", ["path", "uri", "given"])
@@ -243,13 +243,13 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
     with CheckpointUser(checkpoint, "borrow") as reader:
         assert files_in(reader.told()) == FILES
         reader.kill()
-    assert len(copies(temporary_files)) == 2  # the copy and its seal
+    assert len(copies(temporary_files)) == 2  # the copy and its seal file
     other = KEY.model_copy(update={"step": 50})
     (staged / "more").write_text("other bytes")
     with open_location(read_uri(target), timeout=MINUTE) as store:
         committed(store, staged, other)
     with pt.Checkpoint(target / other.folder).as_directory():
-        assert len(copies(temporary_files)) == 2  # those of the other checkpoint
+        assert len(copies(temporary_files)) == 2  # copy and seal of the other checkpoint
     assert copies(temporary_files) == []
 
 
@@ -296,7 +296,7 @@ def test_without_a_path_it_is_the_same_directory_each_time_and_it_stays(checkpoi
     there = checkpoint.to_directory()
     changed = Path(there, "model/weights.bin").stat().st_mtime_ns
     assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == there
-    assert Path(there, "model/weights.bin").stat().st_mtime_ns == changed  # not fetched again over files in use
+    assert Path(there, "model/weights.bin").stat().st_mtime_ns == changed  # files in use are not fetched again
     with checkpoint.as_directory() as lent:
         assert lent != there
     assert files_in(there) == FILES
@@ -325,7 +325,7 @@ def test_an_empty_directory_is_filled_and_one_that_is_filled_is_verified_not_fet
         blob.unlink()  # now nothing can be fetched
     assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
     for note in temporary_files.rglob("*.lock"):
-        note.unlink()  # a restart of the machine: the bytes themselves are looked at
+        note.unlink()  # as after a reboot: the bytes are verified
     assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
 
 
@@ -349,7 +349,7 @@ def test_a_file_and_a_mount_point_are_refused(checkpoint: pt.Checkpoint, tmp_pat
 
 
 def test_threads_do_not_wait_for_each_other_without_end() -> None:
-    """Whoever waits for another's download gives up at its own deadline."""
+    """A thread that waits for another thread's download gives up at its own deadline."""
     entered, leave = threading.Event(), threading.Event()
 
     def fetch(destination: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint after its commit, and a commit seen as a file system."""
+"""Metadata that is added after a commit, and the file system view of a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: p
     checkpoint.set_metadata({"c": 3})
     assert pickle.loads(pickle.dumps(checkpoint)).get_metadata() == {"c": 3}
     after = files_in(target)
-    assert before.items() <= after.items()  # nothing that was there is another
+    assert before.items() <= after.items()  # no existing file has changed
     assert len(after) == len(before) + 3
     with checkpoint.as_directory() as directory:
         assert files_in(directory) == FILES
@@ -64,10 +64,10 @@ def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, chec
     with others[0], others[1], ThreadPoolExecutor(4) as writers:
         for number in range(20):
             writers.submit(shared.update_metadata, {f"z{number}": number})
-            shared.get_metadata()  # never torn
+            shared.get_metadata()  # a concurrent read never fails
         assert [other.go_on() for other in others] == [0, 0]
-    told = {f"{name}{number}": number for name in "xy" for number in range(10)}
-    assert shared.get_metadata() == told | {f"z{number}": number for number in range(20)}
+    expected = {f"{name}{number}": number for name in "xy" for number in range(10)}
+    assert shared.get_metadata() == expected | {f"z{number}": number for number in range(20)}
 
 
 @pytest.mark.parametrize("unsaid", [{"a": float("nan")}, {"a": object()}, {"a": b"bytes"}, "text"])

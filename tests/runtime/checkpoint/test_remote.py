@@ -1,4 +1,4 @@
-"""`pt.Checkpoint` on targets and in other people's buckets, and what processes of one machine share."""
+"""`pt.Checkpoint` on remote targets and in foreign buckets; processes of one machine share downloads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_of_a_blob(request: SinkRequest) -> bool:
 
 
 class Gate:
-    """Holds back the first download of a blob until it is opened; what then becomes of it is `then`."""
+    """Blocks the first download of a blob until the gate is opened, then answers with `then`."""
 
     def __init__(self, sink: S3Sink, then: Fault | None) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -89,10 +89,10 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
 ) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(CheckpointUser(pt.Checkpoint(uri), "borrow")) for _ in range(3)]
-        told = {user.told() for user in users}
-        assert len(told) == 1
+        directories = {user.told() for user in users}
+        assert len(directories) == 1
         assert served(sink) == SIZE
-        (directory,) = told
+        (directory,) = directories
         for user in users:
             assert files_in(directory) == FILES
             assert user.go_on() == 0
@@ -110,7 +110,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
         proceed.wait(60)
         return Fault.REFUSE_403
 
-    with S3Sink() as other:  # another server has the same checkpoint, and refuses to show it
+    with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
         root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
         with open_location(read_uri(root), timeout=MINUTE) as store:
             committed(store, staged)
@@ -118,7 +118,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
         with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
             assert reached.wait(30)
             with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
-                time.sleep(1)  # it waits for the first by now; if not, it would still have to be right
+                time.sleep(1)  # usually enough for `second` to wait for `first`; the outcome is the same without
                 proceed.set()
                 assert first.go_on() == 1
                 assert files_in(second.told()) == FILES
@@ -197,12 +197,12 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
         pass
 
 
-# -------------------------------------------------------------------------------------- other people's directories
+# -------------------------------------------------------------------------------------- directories of other tools
 
 
 @pytest.fixture
 def plain(sink: S3Sink) -> str:
-    """The URI of a directory that somebody else's tool has written, with the marks some leave for folders."""
+    """The URI of a directory that another tool wrote, with the folder markers that some tools create."""
     connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
     for path, data in {**PLAIN, "": b"", "a folder/": b"", "bare/": b""}.items():
         quoted = path.replace("%", "%25").replace(" ", "%20").replace("?", "%3F").replace("#", "%23")
@@ -278,7 +278,7 @@ def test_a_file_system_that_might_hang_is_used_in_a_process_that_can_be_ended(tm
 def test_where_there_is_nothing_there_is_no_checkpoint(
     make: Callable[[str], pt.Checkpoint], sink: S3Sink, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", sink.endpoint)  # where a URI does not say
+    monkeypatch.setenv("AWS_ENDPOINT_URL", sink.endpoint)  # for URIs without an endpoint
     absent = make(plain.replace("/ckpt", "/absent"))
     with pytest.raises(CheckpointNotFound), absent.as_directory():
         pass
@@ -304,7 +304,7 @@ def test_a_name_that_is_both_file_and_folder_is_refused(tmp_path: Path) -> None:
 
 
 class _Moving(MemoryStore):
-    """Somebody writes to it while it is read."""
+    """A store that is written to while it is read."""
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         data = super().read(path, offset=offset, length=length)
@@ -314,7 +314,7 @@ class _Moving(MemoryStore):
 
 
 class _Truncating(MemoryStore):
-    """Its listing and its bytes do not agree."""
+    """A store whose listing has other sizes than its objects."""
 
     def list(self, prefix: str, *, after: str = "") -> list[Listed]:
         return [Listed(each.path, each.size_bytes + 1) for each in super().list(prefix, after=after)]
@@ -329,7 +329,7 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
     assert list(tmp_path.iterdir()) == [tmp_path / "tmp"]
 
 
-# ------------------------------------------------------------------------------------------- a server of others
+# ------------------------------------------------------------------------------------- an S3 server of another kind
 
 
 def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:

@@ -1,4 +1,4 @@
-"""A target in memory, and flow runs that call the public tasks: each is an owner of its own."""
+"""A target in memory, and flow runs that call the public tasks; each flow run is a separate owner."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Caller:
         return BUCKETS[self.target.name]
 
     def begin(self, run: str, run_count: int = 1) -> Caller:
-        """From now on another flow run calls, or another try of one."""
+        """Make all later calls as another flow run, or as a retry of one."""
         self.run, self.run_count = run, run_count
         return self
 
     def on(self, store: ObjectStore) -> Caller:
-        """From now on the target has this store."""
-        BUCKETS[self.target.name] = store  # type: ignore[assignment]  # every store will do
+        """Make the target use this store from now on."""
+        BUCKETS[self.target.name] = store  # type: ignore[assignment]  # any store works
         return self
 
     def owner(self) -> Owner:
@@ -53,10 +53,10 @@ class Caller:
     def directory(self, step: int, content: str = "") -> Path:
         files = {"weights": f"step {step}{content}".encode() * 100, "empty/nothing": b""}
         folder = self.folder / f"step-{step}-{content}"
-        return folder if folder.exists() else write(folder, files)  # another thread may be saving it
+        return folder if folder.exists() else write(folder, files)  # another thread may be saving the same step
 
     def save(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
-        self.task_run = None  # another task run
+        self.task_run = None  # a new task run for each save
         return self.save_again(step, content, **more)
 
     def save_again(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
@@ -92,7 +92,7 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 class _TaskRun(SimpleNamespace):
-    """Stands for `prefect.runtime.task_run`."""
+    """Replaces `prefect.runtime.task_run`."""
 
     def __init__(self, calls: Caller) -> None:
         super().__init__(calls=calls)
@@ -104,5 +104,5 @@ class _TaskRun(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def _no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owners are no flow runs of a server, which could set their task runs to Crashed."""
+    """No server knows these flow runs: skip setting their task runs to Crashed."""
     monkeypatch.setattr(experiment_state, "settle_dead_attempts", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Arguments of the public tasks that are refused before anything is owned or written."""
+"""Invalid arguments of the public tasks: refused before any journal is opened or any object is written."""
 
 from __future__ import annotations
 

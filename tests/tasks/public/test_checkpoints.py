@@ -1,4 +1,4 @@
-"""The public tasks of checkpoints, called with plain arguments."""
+"""The public checkpoint tasks, called with plain arguments."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(call
     assert newest is not None
     assert newest.step == 2
     assert [each.checkpoint.step for each in trial_of(caller).aside] == [3]
-    caller.begin("a later run").save(3)  # the damaged one is no obstacle, and lends no bytes
+    caller.begin("a later run").save(3)  # the next save succeeds and reuses no bytes of the damaged checkpoint
     again = caller.restore()
     assert again is not None
     assert (again.step, files_in(again.directory)) == (3, files_in(caller.directory(3)))

@@ -1,4 +1,4 @@
-"""A trial that goes back to an older checkpoint, and reports of steps that are trained again."""
+"""A trial that restarts from an older checkpoint, and the reports of the steps that it repeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trial_of(caller: Caller) -> Trial:
 
 
 def losses(caller: Caller) -> dict[int, object]:
-    """Return the curve that results and the report draw."""
+    """Return the learning curve that results and the report use."""
     reports = curve(history(caller.bucket, "e", side_by_side=map), "trial")
     return {each.step: each.metrics["loss"] for each in reports}
 
@@ -31,7 +31,7 @@ def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_befo
     gone_back = trial_of(caller)
     assert (gone_back.step, gone_back.metrics, gone_back.status) == (3, {"loss": 1 / 3}, Status.RUNNING)
     assert (gone_back.attempt, gone_back.wasted_steps) == (3, 2)
-    caller.save(5, "otherwise", metrics={"loss": 9.0})  # it trains on, and saves every second step
+    caller.save(5, "otherwise", metrics={"loss": 9.0})  # the trial continues and saves every second step
     trained_on = trial_of(caller)
     assert (trained_on.step, trained_on.metrics) == (5, {"loss": 9.0})
     assert [each.step for each in trained_on.checkpoints] == [1, 2, 3, 5]

@@ -1,4 +1,4 @@
-"""A deletion of a quarantined checkpoint that is killed at any operation, and repeated by a later run."""
+"""Deleting a quarantined checkpoint: killed at each operation, then repeated by a later run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that failed after its upload, saved again by the same flow run."""
+"""A save that failed after its upload, and is repeated by the same flow run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CREATES = frozenset({"create"})
 
 
 def failed_save(caller: Caller, step: int, content: str = "") -> None:
-    """Save a step, and fail at the entry that follows the manifest."""
+    """Save a step; the write of the journal entry after the manifest fails."""
     bucket = caller.bucket
     caller.on(DyingStore(bucket, 2, Way.UNAVAILABLE, only=CREATES))
     with pytest.raises(StoreUnavailable):
@@ -36,7 +36,7 @@ def test_a_save_whose_entry_was_not_written_is_saved_again(caller: Caller, conte
     restored = caller.restore()
     assert restored is not None
     assert (restored.step, files_in(restored.directory)) == (2, files_in(caller.directory(2, content)))
-    caller.save(3)  # a new attempt deletes what the failed save left
+    caller.save(3)  # a new attempt deletes the leftovers of the failed save
     assert sum("manifest" in path for path in caller.bucket.objects) == 3
 
 
@@ -49,11 +49,11 @@ def test_a_failed_save_is_still_adopted_if_the_run_ends_there(caller: Caller) ->
 
 
 def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller) -> None:
-    """The run is killed once it has given the failed save up: the bytes of that are others."""
+    """The run is killed after it retired the failed save, which has other bytes than the repeated one."""
     bucket = caller.bucket
     caller.save(1)
     failed_save(caller, 2)
-    caller.on(DyingStore(bucket, 3, Way.CRASH_BEFORE, only=CREATES))  # the manifest exists; retired; saved again
+    caller.on(DyingStore(bucket, 3, Way.CRASH_BEFORE, only=CREATES))  # after manifest and retirement
     with pytest.raises(Crash):
         caller.save(2, "other bytes")
     caller.on(bucket).begin("later")

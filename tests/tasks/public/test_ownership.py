@@ -1,4 +1,4 @@
-"""One flow run owns an experiment: a re-run takes over, and the run before it is refused."""
+"""One flow run owns an experiment: a later run takes over, and writes of the earlier run are refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_trials_of_one_run_are_saved_side_by_side(caller: Caller) -> None:
 
 
 def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: Caller) -> None:
-    """Each process has a lock of its own: here none is held, as if every call came from another process."""
+    """Locks do not reach across processes: without any lock, each call behaves like another process."""
 
     class NoLock:
         def __enter__(self) -> None: ...
@@ -111,7 +111,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save(1)
     nothing, read = LoadedJournal(nothing_yet("e")), read_undamaged
-    answers = iter([nothing])  # read before the other task had opened it
+    answers = iter([nothing])  # this task read the journal before the other task opened it
     caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
     state = caller.state()
@@ -130,7 +130,7 @@ def test_one_step_that_is_saved_twice_at_once_is_one_checkpoint(caller: Caller) 
 def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attempt(caller: Caller) -> None:
     caller.save(1)
     caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}})
-    caller.save(2)  # the same flow run, resumed after a suspension, went back to its checkpoint
+    caller.save(2)  # the same flow run, resumed after a suspension, restarts from its checkpoint
     trial = caller.state().trial("trial")
     assert (trial.attempt, trial.step, trial.wasted_steps) == (2, 2, 2)
 
@@ -144,13 +144,13 @@ def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:
 
 
 def points(caller: Caller, only: frozenset[str] | None) -> int:
-    """Return how many operations a run of two saves makes."""
+    """Return the number of operations of a run with two saves."""
     store = DyingStore(caller.bucket, 0, only=only)
     caller.experiment = "counted"
     caller.on(store)
     caller.save(1, retention=pt.Retention(last=1))
     caller.save(2, retention=pt.Retention(last=1))
-    caller.on(store.inner)  # type: ignore[arg-type]  # it is the fixture's
+    caller.on(store.inner)  # type: ignore[arg-type]  # the fixture's bucket
     caller.experiment = "e"
     return store.total
 
@@ -215,7 +215,7 @@ def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(ca
 
 
 def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(caller: Caller) -> None:
-    """It may share the damaged bytes; here the process is killed before it has saved again."""
+    """Such a save may share the damaged bytes; here the process is killed before it repeats the save."""
     folder = TrialKey(experiment="e", trial="trial")
     caller.save(1)
     first = folder.checkpoint_key(caller.state().trial("trial").checkpoints[0])

@@ -1,4 +1,4 @@
-"""A target that refuses: at the first contact, and in the middle of a flow of one's own, where it may pass."""
+"""A target that refuses requests: the first request, and requests in the middle of a user's flow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 class RefusingBucket(Bucket):
-    """Refuses as many requests as `refusals` says, as with credentials that have expired."""
+    """Refuses the next `refusals` requests, like a store whose credentials have expired."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def place(request: pytest.FixtureRequest, bucket: RefusingBucket) -> dict[str, A
 
 
 def at_once(task: Any) -> Any:
-    """Return the task with retries that do not pause."""
+    """Return the task with retries without delay."""
     return task.with_options(retry_delay_seconds=0, retry_jitter_factor=None)
 
 

@@ -1,4 +1,4 @@
-"""A restore of a checkpoint that the run which owns the trial deletes meanwhile."""
+"""Restoring a checkpoint while the trial's owner deletes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEWEST_ONLY = pt.Retention(last=1)
 
 
 def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
-    """Have the owner save a step, and delete the ones before, each time that a restore has read the journal."""
+    """After each read of the journal by a restore, the owner saves a step and deletes the earlier ones."""
     look = restore_checkpoint._trial_at
 
     def meanwhile(asked: Any) -> Any:

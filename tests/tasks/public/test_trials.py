@@ -18,7 +18,7 @@ from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.tasks.public.conftest import Caller
 from tests.trainables.counting import Counting
 
-pytestmark = pytest.mark.usefixtures("prefect_server")  # an attempt's saves are task runs
+pytestmark = pytest.mark.usefixtures("prefect_server")  # each save of an attempt is a task run
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path
 
 
 def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Caller, tmp_path: Path) -> None:
-    """Both run in one epoch: the attempt's number fences the first one off."""
+    """Both attempts run in one epoch: the attempt's number fences off the first one."""
     waits = tmp_path / "waits"
 
     def train(_config: dict[str, Any]) -> None:
