@@ -16,6 +16,6 @@ def tiny_blobs() -> Iterator[None]:
 
 @pytest.fixture
 def short_segments() -> Iterator[None]:
-    """As many segments within some entries as otherwise within hundreds."""
+    """Write segments after few entries, which usually takes hundreds."""
     with base(3):
         yield

@@ -1,4 +1,4 @@
-"""Directories of some bytes, cut into as many chunks and blobs as one of gigabytes."""
+"""Small chunk and blob sizes: a few bytes fill as many chunks and blobs as gigabytes usually do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOB_BYTES = 24
 
 @contextmanager
 def cut_small() -> Iterator[None]:
-    """Chunks of 8 bytes and blobs of 24."""
+    """Set the chunk size to 8 bytes and the blob size to 24 bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "pieces", lambda files: chunking.pieces(files, _CHUNK_BYTES))
         patch.setattr(commit, "groups", lambda cut: chunking.groups(cut, _BLOB_BYTES))

@@ -1,4 +1,4 @@
-"""One process that owns an experiment, as the flow is one: open, adopt, start, (train, save, collect)*, finish."""
+"""An owner of an experiment, like the flow: open, adopt, start, (train, save, collect)*, finish."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class Witness:
-    """What the owners wanted saved, and what they were told; it outlives them."""
+    """The saves that owners requested, and those that were acknowledged; it survives every owner's crash."""
 
     saved: dict[tuple[int, int], list[Files]] = field(default_factory=dict)
     """By step and sequence."""
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
-    """Steps and sequences, in the order in which their owners were told."""
+    """Steps and sequences, in the order of their acknowledgement."""
     published: dict[tuple[int, int], frozenset[str]] = field(default_factory=dict)
     """Blobs of every manifest whose creation returned, by step and sequence."""
     before: dict[bytes, bytes] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Witness:
 
 @dataclass
 class Session:
-    """A living owner. What is remembered here dies with the process; the store is all that stays."""
+    """A running owner. Its fields are lost with its process; only the store remains."""
 
     store: ObjectStore
     witness: Witness
@@ -81,21 +81,21 @@ class Session:
     waiting: list[StepReport] = field(default_factory=list)
     """Reports that are not journaled yet."""
     doomed: Sequence[CheckpointKey] = ()
-    """What the last entry retired."""
+    """The checkpoints that the last entry retired."""
     reverify_every: int = 3
     commit_count: int = 0
-    """In this attempt."""
+    """The number of commits in this attempt."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """The blobs that the last save found damaged."""
     clearing: Literal["careful", "careless", "none"] = "careful"
-    """What it does with what others left: the careless one does not say first that nobody is to reuse it."""
+    """How it deletes leftovers of earlier owners: "careless" does not journal first that no save may reuse them."""
 
     @property
     def trial(self) -> Trial:
         return self.experiment.trial(KEY.trial)
 
     def open(self) -> None:
-        """Take the experiment over, with what its last owner left."""
+        """Take over the experiment, and adopt the saves of its last owner."""
         stamp = self.witness.stamp()
         self.experiment = retried(
             lambda: journal.take_over(self.store, NAME, self.opened_by(), stamp, side_by_side=map)
@@ -109,7 +109,7 @@ class Session:
         return Owner(name=self.owner, host="here", pid=1)
 
     def clear_away(self) -> None:
-        """Delete what earlier owners retired and did not delete, and saves that never became checkpoints."""
+        """Delete checkpoints that earlier owners retired but did not delete, and saves that were never journaled."""
         if self.clearing == "none":
             return
         left = retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
@@ -141,20 +141,20 @@ class Session:
         )
 
     def train(self) -> None:
-        """One step: the head depends on all that went before, and on who trained it."""
+        """Train one step: the head depends on all earlier steps and on their owners."""
         step = (self.waiting[-1].step if self.waiting else self.trial.step) + 1
         earlier, self.head = self.head, blake2b(self.head + self.owner.encode(), digest_size=8).digest()
         self.witness.before[self.head] = earlier
         self.waiting.append(StepReport(step=step, metrics={"head": self.head.hex()}, trained_seconds=float(step)))
 
     def save(self) -> None:
-        """Publish, journal, and only then believe it; then delete what it retired."""
+        """Publish and journal a checkpoint; then delete the checkpoints that it retired."""
         manifest = self.publish()
         self.doomed = self.acknowledge(manifest)
         self.collect(self.doomed)
 
     def publish(self) -> Manifest:
-        """Everything of a save up to the manifest."""
+        """Save up to the manifest, without the journal entry."""
         step = self.waiting[-1].step if self.waiting else self.trial.step
         key = CheckpointKey(trial=KEY, step=step, sequence=self.experiment.number)
         files = self.files(step)
@@ -203,14 +203,14 @@ class Session:
         return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in doomed]
 
     def _damaged(self, keys: Sequence[CheckpointKey]) -> Sequence[Quarantined]:
-        """Those of the checkpoints that refer to what the last save found damaged."""
+        """Quarantine events for the checkpoints that refer to blobs which the last save found damaged."""
         if not self.damaged:
             return []
         found = retried(lambda: checkpoints_with(self.store, keys, self.damaged, side_by_side=map))
         return [Quarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
-        """Delete what is retired before the journal says so: for a mutant, which must be caught."""
+        """Delete retired checkpoints before they are journaled as retired: for a mutant that the tests must detect."""
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
         events = [*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)]
         state = reduce(lambda trial, event: after(trial, event, self.experiment.number + 1), events, self.trial)
@@ -223,7 +223,7 @@ class Session:
             collecting.collect(self.store, KEY, state, doomed, side_by_side=map)
 
     def collect(self, doomed: Sequence[CheckpointKey]) -> None:
-        """A deletion that fails loses only disk: the next owner continues it."""
+        """Delete these checkpoints; the next owner completes a deletion that fails."""
         with suppress(StoreUnavailable):
             collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map)
 
@@ -236,7 +236,7 @@ class Session:
         write_due_segment(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
-        cycle = b"A" if step % 3 == 1 else b"B"  # comes back to what it was, when that has been retired
+        cycle = b"A" if step % 3 == 1 else b"B"  # the old content returns after its checkpoint was retired
         return {
             "backbone": BACKBONE,
             "cycle": 24 * cycle,
@@ -258,7 +258,7 @@ def run_to(session: Session, steps: int) -> None:
 
 
 def retried(act: Callable[[], _T]) -> _T:
-    """As a task with retries does it."""
+    """Call `act` with retries, like a task."""
     for _ in range(TRIES - 1):
         try:
             return act()

@@ -1,4 +1,4 @@
-"""Anything that can happen to trials that clone each other, to the search that takes them in, and to its forks."""
+"""A state machine of trials that clone each other, of the search that absorbs their journals, and of its forks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ names = st.sampled_from(NAMES)
 
 
 class Family(RuleBasedStateMachine):
-    """Three trials with journals of their own, each with its owner; owners of before; and the search they belong to."""
+    """Three trials with their own journals, their present and superseded owners, and their search."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Family(RuleBasedStateMachine):
         try:
             for name in self.status if hasattr(self, "search") else ():
                 self._waiting(name)
-            if self.forks:  # which hold what they were begun with for ever
+            if self.forks:  # forks keep their first clones for ever, so clones never end
                 assert promises_broken(self.wire, self.chronicle, self._journals) == []
             elif hasattr(self, "search"):
                 assert after_everybody_returned(self.wire, self.chronicle, self._journals, tidy=False) == []
@@ -75,7 +75,7 @@ class Family(RuleBasedStateMachine):
     def _journals(self) -> dict[str, JournalKey]:
         return {name: own("e", name) for name in NAMES}
 
-    # --------------------------------------------------------------------------------------- what they do
+    # --------------------------------------------------------------------------------------- operations
 
     @rule(name=names)
     def save(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Family(RuleBasedStateMachine):
 
     @rule(name=names)
     def put_aside(self, name: str) -> None:
-        """Its newest checkpoint kills the trainable; with a retention of one there is none before it."""
+        """Quarantine the trial's only checkpoint, as if it killed the trainable."""
         member = self._waiting(name)
         for each in member.trial.checkpoints:
             member.append([Quarantined(trial=name, sequence=each.sequence, reason="poison", kills=True)])
@@ -131,7 +131,7 @@ class Family(RuleBasedStateMachine):
             self._turn(name, "attempt-ended")
         return self.members[name]
 
-    # --------------------------------------------------------------------------------- what becomes of owners
+    # --------------------------------------------------------------------------------- takeovers and crashes
 
     @rule(name=names, clears=st.booleans())
     def take_over(self, name: str, *, clears: bool) -> None:
@@ -177,7 +177,7 @@ class Family(RuleBasedStateMachine):
             return
         trains = zombie.trial.phase.value == "running"
         if act == "save" and trains:
-            # Its parent may be deleted, and its key taken by what it published when it woke up the last time.
+            # Its parent may be deleted, and its key taken by its own save of an earlier call.
             with pytest.raises((Superseded, AlreadyCommitted, CheckpointNotFound)):
                 zombie.save()
         with pytest.raises(Superseded):
@@ -185,7 +185,7 @@ class Family(RuleBasedStateMachine):
 
     @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
     def lose_a_write(self, soon: int, delay: int | None) -> None:
-        """One of the next writes is answered by nothing; it arrives late, or never."""
+        """One of the next writes gets no reply; it arrives late or never."""
         self.wire.lose(soon, delay)
 
     # ------------------------------------------------------------------------------------------- the search
@@ -209,16 +209,16 @@ class Family(RuleBasedStateMachine):
         raise AssertionError("three tries were not enough")
 
     def _same_as_its_own(self, name: str) -> None:
-        told = load(self.wire, own("e", name), side_by_side=map).trial(name)
+        journaled = load(self.wire, own("e", name), side_by_side=map).trial(name)
         kept = self.search.trial(name)
         apart = {"apart", "absorbed", "past", "collected_up_to", "config", "proposed"}
-        assert kept.model_dump(exclude=apart) == told.model_dump(exclude=apart)
+        assert kept.model_dump(exclude=apart) == journaled.model_dump(exclude=apart)
         assert kept.phase.value == self.status[name]
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
     def fork(self, order: Sequence[str], count: int) -> None:
-        """Of a search in which one trial has errored, another is paused, the third has finished, or less."""
+        """Fork the search after up to three trials errored, paused or finished."""
         for name, what in list(zip(order, ("gave-up", "paused", "finished"), strict=True))[:count]:
             if what in AFTER[self.status[name]]:
                 self._turn(name, what)
@@ -235,7 +235,7 @@ class Family(RuleBasedStateMachine):
             before = self.status[trial]
             assert made.trial(trial).phase.value == ("pending" if before == "running" else before)
 
-    # --------------------------------------------------------------------------------------- what always holds
+    # --------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def no_promise_is_broken(self) -> None:
@@ -258,4 +258,4 @@ class Family(RuleBasedStateMachine):
 
 
 def _own(events: Sequence[object]) -> tuple[OneTrialsEvent | Opened, ...]:
-    return tuple(event for event in events if not isinstance(event, Absorbed))  # type: ignore[misc]  # as the driver has it
+    return tuple(event for event in events if not isinstance(event, Absorbed))  # type: ignore[misc]  # as in the search driver

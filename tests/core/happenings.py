@@ -1,4 +1,4 @@
-"""What can happen to a trial besides a start, as plain words: for models that share no code with the package."""
+"""Trial events other than a start, as plain words, for models that share no code with the package."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ AFTER: Mapping[str, Mapping[str, str]] = {
     "finished": {"requeued": "pending", "gave-up": "errored"},
     "errored": {"requeued": "pending"},
 }
-"""What may happen where, and where the trial is then. A start leads from "pending" and "paused" to "running"."""
+"""The possible events of each status, and the next status. A start leads from "pending" or "paused" to "running"."""
 
 
 def happening(what: str, trial: str) -> OneTrialsEvent:
-    """Return the event."""
+    """Return the event with this name."""
     match what:
         case "attempt-ended":
             return AttemptEnded(trial=trial, cause=Cause.USER, message="x")

@@ -1,4 +1,4 @@
-"""Histories of many trials, as short as can be: what is in the entries does not matter, how many there are does."""
+"""Journals with many minimal entries: their number matters, their content does not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stamp(write_id: object) -> Stamp:
 
 @contextmanager
 def base(digits: int) -> Iterator[None]:
-    """Segments as if people counted with so many fingers."""
+    """Write segments after powers of `digits` instead of powers of ten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_levels, "_BASE", digits)
         yield
@@ -46,7 +46,7 @@ def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open"
 
 
 def next_event(experiment: Experiment, trial: str) -> Event:
-    """What comes next for a trial: it is added, it starts, it reports, it commits, it reports, ..."""
+    """Return a trial's next event: added, started, reported, committed, reported, ..."""
     if trial not in experiment.trials:
         return TrialAdded(trial=trial, config={"of": trial, "width": [1, 2.5, None, "ä"]})
     known = experiment.trial(trial)
@@ -60,13 +60,13 @@ def next_event(experiment: Experiment, trial: str) -> Event:
 
 
 def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
-    """Write the next entry: one event for each of the trials (or one that says nothing)."""
+    """Write the next entry: one event for each of the trials, or no event."""
     events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [Adopted()]
     return journal.append(store, experiment, events, stamp(f"{experiment.number + 1}"))
 
 
 def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
-    """Apply every entry, and read nothing else."""
+    """Apply every entry, without segments."""
     entries = journal.history(store, key, side_by_side=map)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))

@@ -1,4 +1,4 @@
-"""The promises I1 to I8, looked for in what is left on a store."""
+"""Checks of the promises I1 to I8 on the state of a store."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.fakes.memory_files import restored
 def after_recovery(
     store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool = False, tidy: bool = True
 ) -> list[str]:
-    """Open what was left twice, look, and continue to `steps` (if any) and look again; return broken promises.
+    """Open the experiment twice, check, continue to `steps` (if any) and check again; return broken promises.
 
-    `alone` says that there never was more than one owner at a time, `tidy` that no write came late: one
-    that comes after its checkpoint was deleted leaves an orphan.
+    `alone`: there was never more than one owner at a time. `tidy`: no write arrived late; a late write
+    after the deletion of its checkpoint leaves an orphan.
     """
     try:
         return list(_recovered(store, witness, steps, alone=alone, tidy=tidy))
@@ -61,14 +61,14 @@ def _objects(store: ObjectStore) -> list[str]:
 
 
 def _lasting(session: Session) -> object:
-    """What does not change when an experiment is only opened and closed again."""
+    """The part of a trial that opening and closing the experiment does not change."""
     return session.trial.model_dump(exclude={"collected_up_to"})
 
 
 def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
-    """Return every promise that the state on `store` breaks, given what the owners were told.
+    """Return every promise that the state on `store` breaks, given the acknowledged saves.
 
-    `experiment` is what the last owner makes of it.
+    `experiment` is the state that the last owner loaded.
     """
     entries = journal.history(store, NAME, side_by_side=map)
     trial = experiment.trial(KEY.trial)
@@ -96,7 +96,7 @@ def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> I
         if (step, sequence) not in committed:
             yield f"I1: step {step} ({sequence}) was acknowledged, and the journal does not know it"
         if (step, sequence) not in live and sequence not in gone:
-            yield f"I1: step {step} ({sequence}) was acknowledged, is not live, and nobody retired it"
+            yield f"I1: step {step} ({sequence}) was acknowledged, is not live, and was not retired"
     newest = max((sequence for _, sequence in witness.acknowledged), default=0)
     if newest and not any(sequence >= newest for _, sequence in live):
         yield f"I1: the newest acknowledged checkpoint ({newest}) is gone, and there is none after it"
@@ -117,7 +117,7 @@ def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
             yield f"I1: step {each.step} ({each.sequence}) is live and cannot be restored: {broken}"
             continue
         if found not in witness.saved.get((each.step, each.sequence), []):
-            yield f"I2: step {each.step} ({each.sequence}) holds what nobody saved: {found}"
+            yield f"I2: step {each.step} ({each.sequence}) holds bytes that no owner saved: {found}"
 
 
 def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
@@ -128,30 +128,30 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
     newest = newest_checkpoint(trial)
     if newest is None:
         return
-    told = [report.metrics["head"] for report in reports if report.step <= newest.step]
+    reported = [report.metrics["head"] for report in reports if report.step <= newest.step]
     head, trained = bytes.fromhex(str(newest.metrics["head"])), []
     while head:
         trained.insert(0, head.hex())
         head = witness.before[head]
-    if told != trained:
-        yield f"I6: the newest checkpoint was trained through {trained}, and the curve tells {told}"
+    if reported != trained:
+        yield f"I6: the newest checkpoint was trained through {trained}, and the curve has {reported}"
 
 
 def _segments(store: ObjectStore) -> Iterator[str]:
     by_segments, by_entries = journal.load(store, NAME, side_by_side=map), fold(store)
     if by_segments != by_entries:
-        yield f"I6: the segments tell {by_segments}, and the entries {by_entries}"
+        yield f"I6: the segments yield {by_segments}, and the entries {by_entries}"
 
 
 def nothing_published_is_lost(trial: Trial, witness: Witness) -> Iterator[str]:
-    """Where nobody was superseded: a manifest that was created counts, entry or not."""
+    """Without a superseded owner, every created manifest counts, with or without an entry."""
     newest = max((step for step, _ in witness.published), default=0)
     if newest > max((each.step for each in trial.checkpoints), default=0):
         yield f"I4: step {newest} was published, and the newest checkpoint is {trial.checkpoints[-1:]}"
 
 
 def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -> Iterator[str]:
-    """What is unreachable is found: by the next owner's first look, or as an orphan once the line is drawn."""
+    """Unreachable objects are found: as leftovers by the next owner, or later as orphans."""
     for path in what_lies_about(store, last.trial):
         yield f"I7: {path} is unreachable, and nothing will find it"
     live = {(each.step, each.sequence) for each in last.trial.checkpoints}
@@ -162,7 +162,7 @@ def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -
 
 
 def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
-    """Return the objects that no live checkpoint needs, and that no way of finding leftovers finds."""
+    """Return the objects that no live checkpoint needs and that no search for leftovers or orphans finds."""
     known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
     live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
     manifests = [each for key in live for each in _readable(store, key)]
@@ -174,17 +174,17 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
 
 
 def _readable(store: ObjectStore, key: CheckpointKey) -> Iterator[Manifest]:
-    """A damaged manifest may be what a checkpoint was put aside for."""
+    """Skip a damaged manifest: it may be the reason for a quarantine."""
     with suppress(CheckpointCorrupt, CheckpointNotFound):
         yield read_manifest(store, key)
 
 
 def _aside(path: str, trial: Trial) -> bool:
-    """What is quarantined stays, to be looked at, and the trial says where."""
+    """Quarantined checkpoints are kept for inspection; the trial lists them."""
     key = CheckpointKey.from_manifest_path(KEY, path)
     return key is not None and key.sequence in trial.quarantined
 
 
 def nothing_to_settle() -> int:
-    """Later than every entry: at the end no save is under way."""
+    """A number after every entry: no save is under way at the end."""
     return 10**9

@@ -1,4 +1,4 @@
-"""Every operation, every way to die: run a story into each failure, recover, and ask for the promises."""
+"""Fail each operation of a scenario in each way, recover, and check the promises."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tests.fakes.slow_store import SlowStore
 STEPS = 5
 
 Story = Callable[[ObjectStore, Witness], None]
-"""What one process does; it may begin with what earlier ones left."""
+"""The operations of one process; the store may have state of earlier processes."""
 
 
 @dataclass
 class Explored:
-    """How many points were tried, and what was wrong at them."""
+    """The number of tried failure points, and the promises that they broke."""
 
     points: int = 0
     broken: list[str] = field(default_factory=list)
 
     def add(self, other: Explored) -> None:
-        """Count what was tried elsewhere among this."""
+        """Add the results of another exploration."""
         self.points += other.points
         self.broken += other.broken
 
-    def tell(self, record: Callable[[str, object], None], what: str) -> None:
-        """Have the figures printed at the end of the tests, and written into the reliability page."""
-        record(f"figure: {what}", self.points)
-        record("figure: promises broken", len(self.broken))
+    def record(self, record_property: Callable[[str, object], None], what: str) -> None:
+        """Record the figures for the end of the test output and for the reliability page."""
+        record_property(f"figure: {what}", self.points)
+        record_property("figure: promises broken", len(self.broken))
 
 
 def fresh_run(store: ObjectStore, witness: Witness) -> None:
@@ -45,19 +45,19 @@ def fresh_run(store: ObjectStore, witness: Witness) -> None:
 
 
 def longer_run(store: ObjectStore, witness: Witness) -> None:
-    """Until a checkpoint holds again what one that was retired held."""
+    """Train until a checkpoint has the same content as a retired one."""
     run_to(Session(store, witness), STEPS)
 
 
 def resumed_run(store: ObjectStore, witness: Witness) -> None:
-    """Open what was left, adopt, restore, continue, finish."""
+    """Open the existing experiment, adopt, restore, continue, finish."""
     session = Session(store, witness, owner="resumed")
     run_to(session, STEPS)
     session.finish()
 
 
 def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
-    """Three checkpoints, one of them retired and not deleted, and a fourth whose manifest nobody journaled."""
+    """Three checkpoints, one of them retired but not deleted, and a fourth with a manifest but no journal entry."""
     session = Session(store, witness)
     session.open()
     session.start()
@@ -69,7 +69,7 @@ def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
 
 
 def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
-    """A save that its owner gave up on although its manifest is there; then another attempt, without a save."""
+    """A save that its owner gave up although its manifest exists; then another attempt, without a save."""
     session = Session(store, witness)
     session.open()
     session.start()
@@ -78,7 +78,7 @@ def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
     session.train()
     session.train()
     session.publish()
-    witness.published.popitem()  # given up on: nobody was told of it
+    witness.published.popitem()  # given up: the save was never acknowledged
     session.waiting.clear()
     session.append([AttemptEnded(trial=KEY.trial, cause=Cause.MACHINE, message="the target did not say")])
     session.owner = "second attempt"
@@ -96,7 +96,7 @@ def explore(
     points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
     enough: int | None = None,
 ) -> Explored:
-    """Run `story` (after a whole `before`) into every failure of every point, and recover from each.
+    """Run `story` (after a complete `before`) with every failure at every point, and recover from each.
 
     Ends early once `enough` broken promises were found.
     """
@@ -114,9 +114,9 @@ def explore(
 def explore_delays(
     story: Story, delays: Iterable[int | None], *, every: int = 1, enough: int | None = None
 ) -> Explored:
-    """Lose track of each write of `story`, have it arrive late or never, and recover with it still on its way.
+    """Lose the reply to each write of `story`, let the write arrive late or never, and recover meanwhile.
 
-    The process retries as a task does: before the write arrives, and after it.
+    The process retries like a task, before and after the write arrives.
     """
     counting = SlowStore(MemoryStore(), 0, None)
     story(counting, Witness())
@@ -125,13 +125,13 @@ def explore_delays(
         for delay in delays:
             explored.points += 1
             witness, store = Witness(), SlowStore(MemoryStore(), nth, delay)
-            told = f"write {nth}, {delay} operations late"
+            fault = f"write {nth}, {delay} operations late"
             try:
                 story(store, witness)
             except TuneError as error:
-                explored.broken.append(f"{told}: it ended the run: {type(error).__name__}: {error}")
+                explored.broken.append(f"{fault}: it ended the run: {type(error).__name__}: {error}")
             left = after_recovery(store, witness, STEPS, alone=True, tidy=False)
-            explored.broken += [f"{told}: {each}" for each in left]
+            explored.broken += [f"{fault}: {each}" for each in left]
             if enough is not None and len(explored.broken) >= enough:
                 return explored
     return explored

@@ -1,4 +1,4 @@
-"""Trials that clone, retire and release each other's checkpoints at the same time, in every order, and dying."""
+"""Trials that clone, retire and release each other's checkpoints concurrently: every order, with crashes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from tests.fakes.slow_store import SlowStore
 
 @dataclass
 class Scene:
-    """A population at some moment: what lies on the store, and what its members remember."""
+    """The state of several trials: the store, and the fields of their owners."""
 
     store: MemoryStore = field(default_factory=MemoryStore)
     chronicle: Chronicle = field(default_factory=Chronicle)
     members: dict[str, Member] = field(default_factory=dict)
     doomed: Sequence[CheckpointKey] = ()
-    """What the source has retired, and not deleted yet."""
+    """The checkpoints that the source has retired but not deleted yet."""
 
     @property
     def journals(self) -> dict[str, JournalKey]:
         return {name: member.journal for name, member in self.members.items()}
 
     def join(self, name: str, journal: JournalKey) -> Member:
-        """Have another trial, opened and waiting."""
+        """Add a trial, opened and pending."""
         self.members[name] = member = Member(self.store, self.chronicle, journal, name)
         member.open()
         return member
 
     def again(self) -> Scene:
-        """Return the same on a store of its own."""
+        """Return a copy on a separate store."""
         twin = Scene(chronicle=copy.deepcopy(self.chronicle), doomed=self.doomed)
         twin.store.objects.update(self.store.objects)
         twin.members = {name: member.on(twin.store, twin.chronicle) for name, member in self.members.items()}
@@ -48,11 +48,11 @@ class Scene:
 
 
 Act = Callable[[Scene, ObjectStore], None]
-"""What one process does to its store."""
+"""The operations of one process on its store."""
 
 
 def without_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
-    """A source that trains, and two trials that wait; the source's last retirement is not carried out."""
+    """A running source, which has not deleted what it last retired, and two pending trials."""
     scene = Scene()
     first = scene.join("s", source)
     first.start()
@@ -64,7 +64,7 @@ def without_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
 
 
 def with_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, when the first of the two trains from a clone, which the source has retired since."""
+    """The same, but the first of the two trains from a clone, whose source checkpoint has been retired."""
     scene = without_a_clone(source, clone)
     scene.members["c"].clone(scene.members["s"].key)
     scene.members["c"].start()
@@ -73,17 +73,17 @@ def with_a_clone(source: JournalKey, clone: JournalKey) -> Scene:
 
 
 def with_a_clone_that_is_over(source: JournalKey, clone: JournalKey) -> Scene:
-    """The clone is retired by its trial, whose owner died before it deleted anything, and so before the release."""
+    """The clone is retired by its trial, whose owner died before it deleted or released anything."""
     scene = with_a_clone(source, clone)
     scene.members["c"].save_only()
     return scene
 
 
-# -------------------------------------------------------------------------------------------- what they do
+# -------------------------------------------------------------------------------------------- operations
 
 
 def saves(name: str, times: int = 1) -> Act:
-    """The trial saves, which retires what it had before, and deletes that."""
+    """The trial saves, and deletes the checkpoints that this retires."""
 
     def act(scene: Scene, store: ObjectStore) -> None:
         member = scene.members[name].on(store, scene.chronicle)
@@ -110,7 +110,7 @@ def clone_of_the_clone(scene: Scene, store: ObjectStore) -> None:
 
 
 def takes_over(name: str) -> Act:
-    """A new owner opens the trial's journal, and clears away."""
+    """A new owner opens the trial's journal and deletes leftovers."""
 
     def act(scene: Scene, store: ObjectStore) -> None:
         old = scene.members[name]
@@ -122,15 +122,15 @@ def takes_over(name: str) -> Act:
 
 
 def clear_late(scene: Scene, store: ObjectStore) -> None:
-    """The source deletes what it has retired, at last."""
+    """The source deletes the checkpoints that it has retired."""
     scene.members["s"].on(store, scene.chronicle).clear(scene.doomed)
 
 
-# ------------------------------------------------------------------------------------------- how they meet
+# ------------------------------------------------------------------------------------------- interleavings
 
 
 def at_decisions(method: str, path: str) -> bool:
-    """Points of every order: what others see or miss, and where a process looks at what others do."""
+    """Switch processes at operations that others can see, and at reads of what others write."""
     looks = path.endswith(("/segments", "/manifest.json"))
     return method in {"create", "delete"} or (method in {"read", "list"} and looks)
 
@@ -138,7 +138,7 @@ def at_decisions(method: str, path: str) -> bool:
 def meet_in_every_order(
     scene: Scene, acts: Sequence[Act], is_point: IsPoint = at_decisions, *, limit: int, enough: int | None = None
 ) -> Explored:
-    """Let the acts meet in every order of their points; ask for the promises after each."""
+    """Run the acts in every order of their points; check the promises after each order."""
     explored = Explored()
 
     def run(choose: Choice) -> None:
@@ -150,12 +150,12 @@ def meet_in_every_order(
 
 
 def meet_at_random(scene: Scene, acts: Sequence[Act], seeds: Iterable[int], *, enough: int | None = None) -> Explored:
-    """Let the acts meet in drawn orders of all their operations."""
+    """Run the acts in random orders of all their operations."""
     return _drawn(scene, seeds, enough, lambda twin, seed: _met(twin, acts, drawn(seed), everywhere))
 
 
 def meet_dying(scene: Scene, acts: Sequence[Act], seeds: Iterable[int], *, enough: int | None = None) -> Explored:
-    """The same, and each of them may fail at some operation, in some way."""
+    """The same, and each act may fail at a random operation in a random way."""
 
     def meet(twin: Scene, seed: int) -> list[str]:
         rng = Random(seed)
@@ -194,7 +194,7 @@ def _failing(act: Act, nth: int, way: Way) -> Act:
 
 
 def or_superseded(act: Act) -> Act:
-    """An owner that is told that it owns the journal no longer ends."""
+    """Let the act end when its owner is superseded."""
 
     def ending(scene: Scene, store: ObjectStore) -> None:
         with suppress(Superseded):
@@ -211,7 +211,7 @@ def die_everywhere(
     only: frozenset[str] | None = None,
     enough: int | None = None,
 ) -> Explored:
-    """Let the act fail at each of its operations, or `only` at these, in each way, and recover."""
+    """Fail the act at each of its operations (or at those in `only`) in each way, and recover."""
     twin = scene.again()
     counting = DyingStore(twin.store, 0, only=only)
     act(twin, counting)
@@ -237,7 +237,7 @@ def _died(scene: Scene, act: Act, nth: int, way: Way, only: frozenset[str] | Non
 
 
 def late_writes(scene: Scene, act: Act, delays: Iterable[int | None], *, enough: int | None = None) -> Explored:
-    """Lose track of each write of the act, have it arrive late or never, and recover with it still on its way."""
+    """Lose the reply to each write of the act, let the write arrive late or never, and recover meanwhile."""
     twin = scene.again()
     counting = SlowStore(twin.store, 0, None)
     act(twin, counting)
@@ -247,13 +247,13 @@ def late_writes(scene: Scene, act: Act, delays: Iterable[int | None], *, enough:
             explored.points += 1
             twin = scene.again()
             store = SlowStore(twin.store, nth, delay)
-            told = f"write {nth}, {delay} operations late"
+            fault = f"write {nth}, {delay} operations late"
             try:
                 act(twin, store)
             except TuneError as error:
-                explored.broken.append(f"{told}: it ended the run: {type(error).__name__}: {error}")
+                explored.broken.append(f"{fault}: it ended the run: {type(error).__name__}: {error}")
             left = after_everybody_returned(store, twin.chronicle, twin.journals, tidy=False)
-            explored.broken += [f"{told}: {each}" for each in left]
+            explored.broken += [f"{fault}: {each}" for each in left]
             if enough is not None and len(explored.broken) >= enough:
                 return explored
     return explored

@@ -1,4 +1,4 @@
-"""Break lines of the package for the length of a test, which must notice."""
+"""Break lines of the package during a test, which must detect it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 
 def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: dict[str, str]) -> None:
-    """Have `function`, wherever it was imported to, run as if each key in its source were its value."""
+    """Replace each key by its value in the source of `function`, wherever the function was imported."""
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in lines.items():
         assert source.count(old) == 1, f"{function.__qualname__} does not hold {old!r} once:\n{source}"
         source = source.replace(old, new)
-    names = dict(function.__globals__)  # for what its defaults name
+    names = dict(function.__globals__)  # for names in its defaults
     code = compile(f"from __future__ import annotations\n{source}", f"<broken {function.__qualname__}>", "exec")
     exec(code, names)
     broken = names[function.__name__]
@@ -27,7 +27,7 @@ def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Who is to notice, and which lines are broken: by function, what they say, and what they say instead."""
+    """The check that must detect the mutation, and by function the replaced lines and their replacements."""
 
     finder: Callable[[], Sequence[str]]
     """Looks for broken promises, and ends with the first."""

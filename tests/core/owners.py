@@ -1,4 +1,4 @@
-"""Owners that meet on one store: who thinks that he still owns it, who takes it over, and what comes of it."""
+"""Concurrent owners on one store: superseded owners that still run, owners that take over, and the outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Act = Callable[[Session], None]
 
 
 def old_owner(checkpoints: int = 2) -> Session:
-    """An owner with some checkpoints, the last retirement not carried out, and a step that is not saved yet."""
+    """An owner with some checkpoints, a retired checkpoint not yet deleted, and a step not yet saved."""
     session = Session(MemoryStore(), Witness(), owner="old")
     session.open()
     session.start()
@@ -33,7 +33,7 @@ def old_owner(checkpoints: int = 2) -> Session:
 
 
 def after_a_late_upload() -> Session:
-    """An owner was superseded in the middle of its first save, and finished it all the same."""
+    """An owner that was superseded during its first save and still finished its upload."""
     old = old_owner(0)
     takes_over(old)
     old.publish()
@@ -41,22 +41,22 @@ def after_a_late_upload() -> Session:
 
 
 def save(session: Session) -> None:
-    """The old owner wakes up in the middle of a save: publish, journal, delete what it retires."""
+    """The old owner resumes before a save: publish, journal, delete the retired checkpoints."""
     session.save()
 
 
 def uploads(session: Session) -> None:
-    """The old owner wakes up in the middle of a save, and dies before its entry."""
+    """The old owner resumes before a save, and dies before its entry."""
     session.publish()
 
 
 def collects(session: Session) -> None:
-    """The old owner wakes up when the deletion of what it retired is still to be done."""
+    """The old owner resumes before the deletion of the checkpoints that it retired."""
     session.collect(session.doomed)
 
 
 def takes_over(session: Session) -> None:
-    """A new owner opens the experiment, adopts, and clears away."""
+    """A new owner opens the experiment, adopts saves, and deletes leftovers."""
     _new(session).open()
 
 
@@ -70,14 +70,14 @@ def takes_over_and_saves(session: Session) -> None:
 
 
 def takes_over_carelessly(session: Session) -> None:
-    """The same, by an owner that deletes what others left without saying so in the journal first."""
+    """The same, by an owner that deletes leftovers without journaling it first."""
     new = _new(session)
     new.clearing = "careless"
     new.open()
 
 
 def takes_over_untidily_and_saves(session: Session) -> None:
-    """The same, by an owner that leaves what others left, and reuses of it what it can."""
+    """The same, by an owner that keeps leftovers and reuses their blobs."""
     new = _new(session)
     new.clearing = "none"
     new.open()
@@ -87,7 +87,7 @@ def takes_over_untidily_and_saves(session: Session) -> None:
 
 
 def at_decisions(method: str, path: str) -> bool:
-    """Points of every order: what others can see or miss, and the listing that adoption goes by."""
+    """Switch processes at operations that others can see, and at the listing that adoption uses."""
     return method in {"create", "delete"} or (method == "list" and path.endswith("/checkpoints"))
 
 
@@ -99,7 +99,7 @@ def _new(session: Session) -> Session:
 def meet_in_every_order(
     old: Session, acts: Sequence[Act], is_point: IsPoint, *, limit: int, enough: int | None = None
 ) -> Explored:
-    """Let the owners meet in every order of their points, and ask for the promises after each."""
+    """Run the owners in every order of their points, and check the promises after each order."""
     explored = Explored()
 
     def run(choose: Choice) -> None:
@@ -111,7 +111,7 @@ def meet_in_every_order(
 
 
 def meet_at_random(old: Session, acts: Sequence[Act], seeds: Sequence[int], *, enough: int | None = None) -> Explored:
-    """Let the owners meet in drawn orders of all their operations."""
+    """Run the owners in random orders of all their operations."""
     explored = Explored()
     for seed in seeds:
         explored.points += 1
@@ -132,7 +132,7 @@ def _met(old: Session, acts: Sequence[Act], choose: Choice, is_point: IsPoint) -
 
 def _process(old: Session, witness: Witness, act: Act) -> Callable[[ObjectStore], None]:
     def run(store: ObjectStore) -> None:
-        with suppress(Superseded):  # told that it owns the experiment no longer, an owner ends
+        with suppress(Superseded):  # a superseded owner ends
             act(dataclasses.replace(old, store=store, witness=witness, waiting=list(old.waiting)))
 
     return run

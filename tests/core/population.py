@@ -1,4 +1,4 @@
-"""Trials that continue from each other's checkpoints, each with its own journal, and what must hold of them all."""
+"""Trials that clone each other's checkpoints, each with its own journal, and the promises for all of them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from tests.fakes.memory_files import MemoryFiles, restored
 
 
 def own(experiment: str, trial: str) -> JournalKey:
-    """The journal that a trial has for itself."""
+    """The key of a trial's own journal."""
     return JournalKey(experiment=experiment, trial=trial)
 
 
 @dataclass
 class Chronicle:
-    """What was wanted saved, and who was told that it is; it outlives them all."""
+    """The saves that owners requested, and those that were acknowledged; it survives every owner's crash."""
 
     saved: dict[str, Files] = field(default_factory=dict)
-    """What is to be in a checkpoint, by its folder."""
+    """The expected files of a checkpoint, by its folder."""
     acknowledged: list[CheckpointKey] = field(default_factory=list)
     stamps: int = 0
 
@@ -65,13 +65,13 @@ class Chronicle:
 
 @dataclass
 class Member:
-    """The owner of a trial's journal. What is remembered here dies with the process; the store is all that stays."""
+    """The owner of a trial's journal. Its fields are lost with its process; only the store remains."""
 
     store: ObjectStore
     chronicle: Chronicle
     journal: JournalKey
     name: str
-    """The trial's."""
+    """The trial's name."""
     owner: str = "first"
     retention: Retention = field(default_factory=lambda: Retention(last=1))
     experiment: Experiment = field(init=False)
@@ -81,7 +81,7 @@ class Member:
         self.experiment = nothing_yet(self.journal)
 
     def on(self, store: ObjectStore, chronicle: Chronicle) -> Member:
-        """Return the same owner, with the same memory, as a process over another store."""
+        """Return the same owner, with the same fields, on another store."""
         twin = replace(self, store=store, chronicle=chronicle)
         twin.experiment = self.experiment
         return twin
@@ -94,7 +94,7 @@ class Member:
     def trial(self) -> Trial:
         return self.experiment.trial(self.name)
 
-    # ----------------------------------------------------------------------------------------- what it does
+    # ----------------------------------------------------------------------------------------- operations
 
     def open(self) -> None:
         """Take the journal over."""
@@ -111,7 +111,7 @@ class Member:
         return () if self.name in found.trials else (Adopted(), added)
 
     def clear_away(self) -> None:
-        """Delete what earlier owners left, once it is journaled that nobody is to reuse it."""
+        """Delete leftovers of earlier owners, after journaling that no save may reuse them."""
         left = retried(lambda: leftover(self.store, self.key, self.trial, self.experiment.settled_from))
         if any(key.sequence >= self.trial.collected_up_to for key in left):
             self.append([Retired(trial=self.name, retires=())])
@@ -122,7 +122,7 @@ class Member:
         retried(lambda: clear(self.store, self.key, self.trial, doomed, stamp, side_by_side=map))
 
     def clone(self, source: TrialKey) -> None:
-        """Continue from the newest checkpoint of another trial: as a task does it, and then as its supervisor does."""
+        """Clone the newest checkpoint of another trial, like the task, and journal the clone, like the supervisor."""
         stamp, gone = self.chronicle.stamp(), None
         while (found := retried(lambda: newest_of(self.store, source, side_by_side=map))) != gone:
             try:
@@ -132,7 +132,7 @@ class Member:
             else:
                 self.tell_of(found, ref)
                 return
-        raise AssertionError(f"{found.folder}: is the newest there is, and cannot be cloned")
+        raise AssertionError(f"{found.folder}: is the newest checkpoint, and cannot be cloned")
 
     def _clone(self, source: CheckpointKey, stamp: Stamp) -> CheckpointRef:
         return clone(self.store, source, self.experiment, self.name, stamp, side_by_side=map)
@@ -155,17 +155,17 @@ class Member:
         self.append([Started(trial=self.name, attempt=attempt, from_step=from_step, from_sequence=from_sequence)])
 
     def save(self) -> None:
-        """Train a step, publish, journal, and delete what that retires."""
+        """Train a step, publish, journal, and delete the checkpoints that this retires."""
         self.clear(self.save_only())
 
     def save_and_clear_all(self) -> None:
-        """Train a step and save it, by a new attempt; delete all that is of no use any more."""
+        """Train and save a step in a new attempt; delete all garbage."""
         self.start()
         self.save()
         self.clear_away()
 
     def save_only(self) -> Sequence[CheckpointKey]:
-        """Train a step, publish and journal; return what that retires."""
+        """Train a step, publish and journal; return the checkpoints that this retires."""
         step = self.trial.step + 1
         self.head = blake2b(self.head + f"{self.name} {self.owner}".encode(), digest_size=8).digest()
         overtaken: list[CheckpointKey] = []
@@ -217,7 +217,7 @@ class Member:
         self.experiment = retried(lambda: append(self.store, self.experiment, events, stamp))
 
 
-# --------------------------------------------------------------------------------------- what must hold of all
+# --------------------------------------------------------------------------------------- promises
 
 
 def newest(member: Member) -> CheckpointKey:
@@ -228,7 +228,7 @@ def newest(member: Member) -> CheckpointKey:
 
 
 def promises_broken(store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey]) -> list[str]:
-    """Return every promise that what lies on `store` breaks; `journals` by the names of the trials."""
+    """Return every promise that the state on `store` breaks; `journals` by the names of the trials."""
     try:
         states = {name: load(store, journal, side_by_side=map).trials.get(name) for name, journal in journals.items()}
     except TuneError as error:
@@ -250,11 +250,11 @@ def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Tri
             yield f"I1: {key.folder} is live and cannot be restored: {broken}"
             continue
         if files != chronicle.saved[key.folder]:
-            yield f"I2: {key.folder} holds what nobody saved: {files}"
+            yield f"I2: {key.folder} holds bytes that no owner saved: {files}"
 
 
 def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
-    """With a retention of the last one, something as new as what was acknowledged is always there."""
+    """With a retention of one, a checkpoint as new as the newest acknowledged one always exists."""
     newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
     known = (*state.checkpoints, *(each.checkpoint for each in state.aside))
     if newest and not any(each.sequence >= newest for each in known):
@@ -264,9 +264,9 @@ def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
 def after_everybody_returned(
     store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey], *, tidy: bool = True
 ) -> list[str]:
-    """Have a new owner for each trial, twice; look for broken promises and for leaks, and let all clones end.
+    """Open each trial by a new owner, twice; check promises and leaks, and end all clones.
 
-    `tidy` says that no write came late: one that comes after its checkpoint was deleted leaves an orphan.
+    `tidy`: no write arrived late; a late write after the deletion of its checkpoint leaves an orphan.
     """
     try:
         return list(_after_everybody_returned(store, chronicle, journals, tidy=tidy))
@@ -285,7 +285,7 @@ def _after_everybody_returned(
     yield from promises_broken(store, chronicle, journals)
     for member in members:
         yield from _leaks(store, member)
-    for member in members:  # two steps, and nothing of a clone is live any more
+    for member in members:  # after two more steps no clone is live
         if member.trial.phase in ENDED:
             member.append([Requeued(trial=member.name, reason="more")])
         member.start()
@@ -300,7 +300,7 @@ def _after_everybody_returned(
 
 
 def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
-    """What is unreachable is found: as a leftover, or as an orphan."""
+    """Unreachable objects are found as leftovers or as orphans."""
     trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
     known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
     refs = {(each.step, each.sequence) for each in known} | {(each.step, each.sequence) for each in trial.claims}
@@ -318,11 +318,11 @@ def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
 
 
 def _what_is_left(store: ObjectStore, member: Member, *, tidy: bool) -> Iterator[str]:
-    """Where no clone is live, every claim is released, and of what was retired nothing is there."""
+    """Without a live clone, every claim is released and every retired checkpoint is deleted."""
     state = load(store, member.journal, side_by_side=map).trial(member.name)
     held = [each for each in state.claims if not any(each.sequence == live.sequence for live in state.checkpoints)]
     if held:
-        yield f"I7: {member.key.folder}: held for nobody: {held}"
+        yield f"I7: {member.key.folder}: held without a live clone: {held}"
     live = {CheckpointKey(trial=member.key, step=e.step, sequence=e.sequence).manifest_path for e in state.checkpoints}
     there = {each.path for each in store.list(member.key.checkpoints)} - _manifests_aside(store, member.key, state)
     for path in sorted(there - live) if tidy else ():
@@ -330,6 +330,6 @@ def _what_is_left(store: ObjectStore, member: Member, *, tidy: bool) -> Iterator
 
 
 def _manifests_aside(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
-    """What is quarantined stays, to be looked at."""
+    """Quarantined checkpoints are kept for inspection."""
     found = ((each.path, CheckpointKey.from_manifest_path(key, each.path)) for each in store.list(key.checkpoints))
     return {path for path, checkpoint in found if checkpoint and checkpoint.sequence in trial.quarantined}

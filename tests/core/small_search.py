@@ -1,4 +1,4 @@
-"""A search as its driver and its trials' supervisors write it: trials with journals of their own, on any store."""
+"""A search as its driver and its trials' supervisors write it: each trial has its own journal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _stamp() -> Stamp:
 
 
 def content(trial: str, step: int) -> Mapping[str, bytes]:
-    """What the checkpoint of a step holds, in whichever experiment."""
+    """The files of a step's checkpoint, in every experiment."""
     return {"backbone": b"shared " * 20, "head": f"{trial} {step}".encode() * 9}
 
 
@@ -70,7 +70,7 @@ class SmallSearch:
         self.write(TrialAdded(trial=trial, config={"name": trial}, apart=True))
 
     def begin(self, trial: str) -> None:
-        """An attempt, from the newest checkpoint, whose bytes must be right."""
+        """Start an attempt from the newest checkpoint, and check its bytes."""
         self._open(trial)
         state = self.trials[trial].trial(trial)
         newest = newest_checkpoint(state)
@@ -81,7 +81,7 @@ class SmallSearch:
         self._tell(trial, Started(trial=trial, attempt=state.attempt + 1, from_step=step, from_sequence=sequence))
 
     def step(self, trial: str, *, saves: bool = True) -> None:
-        """Train a step, and save it; what that retires is deleted."""
+        """Train and save a step; delete the checkpoints that this retires."""
         state = self.trials[trial]
         step = state.trial(trial).step + 1
         report = StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step))
@@ -129,7 +129,7 @@ class SmallSearch:
         self.absorb(trial)
 
     def absorb(self, trial: str) -> None:
-        """Take in what the trial's own journal says that is new."""
+        """Absorb new entries of the trial's own journal."""
         known = self.state.trial(trial).absorbed
         key = JournalKey(experiment=self.name, trial=trial)
         for entry in retried(lambda: entries_beyond(self.store, key, known, side_by_side=map)):
@@ -165,7 +165,7 @@ class SmallSearch:
 
 
 def search_of_three(store: ObjectStore) -> SmallSearch:
-    """One trial that ended, one that trains, further than was absorbed, and one that has not begun."""
+    """One ended trial, one running trial with entries that are not absorbed, and one that has not begun."""
     search = SmallSearch(store)
     search.describe(num_samples=3)
     search.add("a")
@@ -185,7 +185,7 @@ def search_of_three(store: ObjectStore) -> SmallSearch:
 
 
 def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial]) -> list[str]:
-    """Return the live checkpoints of these trials of `experiment` that do not hold what they ought to."""
+    """Return the live checkpoints of these trials of `experiment` that are damaged or have other bytes."""
     found = []
     for trial in trials.values():
         folder = TrialKey(experiment=experiment, trial=trial.trial)
@@ -200,5 +200,5 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
 
 
 def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
-    """The trial as its own journal tells it."""
+    """The trial's state in its own journal."""
     return load(store, JournalKey(experiment=experiment, trial=trial), side_by_side=map).trial(trial)

@@ -1,4 +1,4 @@
-"""Somebody else's bucket, and a disk that rots: all of it is noticed, none of it runs, nothing gets out."""
+"""Foreign and damaged data on a target: it is detected, never executed, and never written outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def manifest() -> bytes:
 
 @pytest.fixture(scope="module")
 def left() -> MemoryStore:
-    """What a run of two steps leaves."""
+    """The store after a run of two steps."""
     session = Session(MemoryStore(), Witness())
     session.open()
     session.start()
@@ -127,11 +127,11 @@ def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number
         load(with_entry(left, number, data))
 
 
-# ------------------------------------------------------------------------- what would run or get out
+# ------------------------------------------------------------------------- code execution and path escapes
 
 
 class _Bomb:
-    """Unpickling it leaves a mark."""
+    """Unpickling this object creates a file."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -152,7 +152,7 @@ def test_a_pickle_is_never_read(left: MemoryStore, protocol: int, tmp_path: Path
 
 
 def resealed(manifest: bytes, change: Callable[[Json], object]) -> bytes:
-    """The manifest with a change by somebody who knows how to seal it."""
+    """The manifest with a change and a valid digest."""
     body = json.loads(manifest)
     change(body)
     del body["digest_of_document"]
@@ -230,7 +230,7 @@ def first_chunk(body: Json) -> Json:
         pytest.param(lambda body: first_chunk(body).update(digest="../../x"), id="a digest that is none"),
         pytest.param(lambda body: body["blobs"][0].update(size_bytes=2**63), id="an absurd blob"),
         pytest.param(lambda body: body.update(step="one"), id="a step that is no number"),
-        pytest.param(lambda body: body.update(extra=1), id="a field that nobody knows"),
+        pytest.param(lambda body: body.update(extra=1), id="an unknown field"),
         pytest.param(lambda body: body.pop("about"), id="a field that is missing"),
         pytest.param(lambda body: body.update(format="another/format"), id="another format"),
         pytest.param(lambda body: body.update(version=0), id="a version before the first"),
@@ -252,7 +252,7 @@ def test_a_manifest_of_a_newer_version_is_refused_loudly(manifest: bytes, versio
 
 
 def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) -> None:
-    """The directory is made afresh, so there is nothing to follow; the link that was there is not written through."""
+    """The directory must be new: an existing link in its place is an error, and nothing is written through it."""
     store = MemoryStore()
     saved = save(store, {"weights": b"new"}).manifest
     outside = tmp_path / "outside"
@@ -264,7 +264,7 @@ def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) 
 
 
 def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> None:
-    """A terabyte on paper: the blob is three bytes long, and no buffer is made for the rest."""
+    """The manifest claims a terabyte: the blob has three bytes, and no larger buffer is allocated."""
     store = MemoryStore()
     saved = save(store, {"weights": b"abc"}).manifest
     (path,) = saved.blob_paths()
@@ -283,7 +283,7 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
         restore(store, absurd, Nowhere(), side_by_side=map)
 
 
-# ------------------------------------------------------------------------------- a bucket that was changed
+# ------------------------------------------------------------------------------- a modified bucket
 
 
 def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStore) -> None:

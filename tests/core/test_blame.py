@@ -1,4 +1,4 @@
-"""Whose fault an end was, how many checkpoints it may cost, and what is not written once the journal is gone."""
+"""Causes of an attempt's end, the checkpoints that it may quarantine, and writes after the journal is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(*steps: int) -> Trial:
 
 
 def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, Verdict]:
-    """Restore the newest checkpoint, die of `cause`, and judge; what is to be put aside is put aside."""
+    """Restore the newest checkpoint, end the attempt with `cause`, and apply the verdict."""
     newest = newest_checkpoint(trial)
     assert newest is not None
     number = trial.attempt * 10 + 100
@@ -52,7 +52,7 @@ def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial
         trial, found = died(trial, cause=cause, at_start=at_start)
         if isinstance(found, GiveUp):
             return trial, found
-    raise AssertionError("it never gave up")
+    raise AssertionError("the policy never gave up")
 
 
 def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> None:
@@ -80,7 +80,7 @@ def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
 
 
 def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
-    """It was found before anything loaded it."""
+    """The damage was found before the checkpoint was loaded."""
     trial = after(saved(10, 20), Quarantined(trial="t", sequence=20, reason="damaged"), 100)
     assert (trial.blamed_checkpoints, trial.lost_checkpoints) == (0, 1)
 
@@ -91,7 +91,7 @@ def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> N
     assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
 
 
-# -------------------------------------------------------------------------------------- the journal is gone
+# -------------------------------------------------------------------------------------- a missing journal
 
 
 def running(store: MemoryStore) -> Experiment:
@@ -107,7 +107,7 @@ def commit_after(store: MemoryStore, state: Experiment) -> Experiment:
 
 
 def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
-    """A target that was unmounted shows the empty folder below it, and takes every write."""
+    """An unmounted target shows the empty folder below its mount point, which accepts every write."""
     store = MemoryStore()
     state = running(store)
     mounted, store.objects = store.objects, {}

@@ -1,4 +1,4 @@
-"""Each kind of stored document has a version of its own, and reads what older releases wrote of it."""
+"""Each kind of stored document has its own version, and reads documents of older releases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROOMS = ("src", "blocks", "tasks", "flows")
 
 
 def kinds() -> Iterator[type[Document]]:
-    """Yield the classes of all documents of the package; some are subclasses that tests make."""
+    """Yield the document classes of the package, without subclasses that tests define."""
     for module in walk_packages(core.__path__, f"{core.__name__}."):
         import_module(module.name)
     return (each for each in subclasses(Document) if each.__module__.startswith("prefect_tune."))
@@ -103,7 +103,7 @@ class Third(Document):
 
 
 class OnlyNewer(Third):
-    """Reads no first version any more."""
+    """Reads no documents of version 1."""
 
     upgrades: ClassVar[Mapping[int, Upgrade]] = {2: with_runners}
 
@@ -112,7 +112,7 @@ LAP = First(seconds=2, runner="ada")
 
 
 def resealed(document: Document, **changes: object) -> bytes:
-    """Return the document with other values, or without those that are `...`, and the digest of that."""
+    """Return the document with `changes` (`...` removes a field) and a valid digest."""
     body = {**document.model_dump(mode="json"), **changes}
     body = {name: value for name, value in body.items() if value is not ...}
     return canonical_json({**body, "digest_of_document": digest_of(canonical_json(body))})

@@ -1,4 +1,4 @@
-"""State that released versions wrote: today's code reads it, restores it, and resumes from it."""
+"""State that released versions wrote: the current code reads it, restores it, and resumes from it."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def test_who_goes_on_today_goes_on_from_then(version: Path) -> None:
 
 
 def test_the_newest_of_them_is_what_todays_code_writes() -> None:
-    """A change of the format is a new version beside the old one, never another file in its place."""
+    """A changed format needs a new version beside the old one; golden files are never replaced."""
     assert state(VERSIONS[-1]).objects == golden_run().objects

@@ -1,4 +1,4 @@
-"""Damage that was found is inherited by no later checkpoint, whatever its owner has heard of it by then."""
+"""Later checkpoints do not inherit damage that maintenance found, even if their owner does not know of it yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 @pytest.fixture
 def member() -> Member:
-    """An owner at work, with three checkpoints that share a backbone; two of them stay."""
+    """An owner that saved three checkpoints with a shared backbone; two are live."""
     owner = Member(MemoryStore(), Chronicle(), own("e", "s"), "s", retention=Retention(last=2))
     owner.open()
     owner.start()
@@ -45,7 +45,7 @@ def damage(member: Member, key: CheckpointKey) -> str | None:
 
 
 def rots(member: Member) -> None:
-    """A blob that all checkpoints share is altered on the target."""
+    """Alter a blob that all checkpoints share."""
     manifest = read_manifest(member.store, keys(member)[-1])
     backbone = next(each for each in manifest.files if each.path == "backbone")
     path = manifest.blob_path(backbone.chunks[0].blob)
@@ -54,7 +54,7 @@ def rots(member: Member) -> None:
 
 
 def maintains(member: Member, *found: CheckpointKey) -> None:
-    """Maintenance puts aside what it has found damaged."""
+    """Maintenance quarantines the checkpoints that it found damaged."""
     reasons = dict.fromkeys(found, "damaged")
     quarantine(member.store, member.key, reasons, member.chronicle.stamp(), side_by_side=map)
 
@@ -76,7 +76,7 @@ def test_what_is_saved_after_damage_was_found_is_whole_though_the_owner_has_not_
 def test_what_was_committed_just_before_damage_was_found_is_not_saved_upon(member: Member) -> None:
     rots(member)
     bad = keys(member)
-    member.save()  # committed before anybody knew, and of the same bad backbone
+    member.save()  # committed with the same damaged backbone, before the damage was found
     maintains(member, *(key for key in bad if key in keys(member)))
     member.save()
     member.save()
@@ -84,7 +84,7 @@ def test_what_was_committed_just_before_damage_was_found_is_not_saved_upon(membe
 
 
 def overtaken_commit(member: Member) -> None:
-    """Journal a save that was begun before something was put aside."""
+    """Journal a save that was begun before a checkpoint was quarantined."""
     begun = CheckpointRef(step=4, sequence=member.experiment.number)
     maintains(member, keys(member)[0])
     report = Reported(trial="s", report=StepReport(step=4, metrics={}))

@@ -1,4 +1,4 @@
-"""Fields that came after the first documents: read back where they are known, and else not written at all."""
+"""Fields added after the first release: read back where set, and not written where unset."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_not_known_is_not_written_and_what_is_known_is_read_back(
         ((1, 3), (1, 2), False),
         ((1, 3), (2, 1), True),
         ((2, 1), (1, 3), False),
-        ((1, 1), (0, 0), False),  # of whom nothing is known
+        ((1, 1), (0, 0), False),  # an owner without a request
         ((0, 0), (1, 1), False),
     ],
 )

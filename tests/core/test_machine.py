@@ -1,4 +1,4 @@
-"""Anything that can happen to a trial, in any order, against a model that knows nothing of the package."""
+"""A state machine of one trial, compared with a model that shares no code with the package."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ Save = tuple[int, int]
 
 @dataclass
 class Model:
-    """What must be true, in plain values."""
+    """The expected state, in plain values."""
 
     live: list[Save] = field(default_factory=list)
     pinned: set[Save] = field(default_factory=set)
     files: dict[Save, list[Files]] = field(default_factory=dict)
     unsure: Save | None = None
-    """A save that was cut short: whether it counts, the next owner decides."""
+    """An interrupted save: the next owner decides whether it counts."""
     damaged: set[str] = field(default_factory=set)
     saves_since: Counter[str] = field(default_factory=Counter)
-    """How many saves there were since a blob was damaged."""
+    """The number of saves since a blob was damaged."""
     step: int = 0
     status: str = "pending"
 
@@ -67,7 +67,7 @@ class Model:
 
 
 class Trial(RuleBasedStateMachine):
-    """One experiment, its present owner if there is one, and those that think they still are."""
+    """One experiment, its present owner if any, and superseded owners that still run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Trial(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.small.__exit__(None, None, None)
 
-    # -------------------------------------------------------------------------------- owners come and go
+    # -------------------------------------------------------------------------------- takeovers and crashes
 
     @initialize()
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule()
     def start_elsewhere(self) -> None:
-        """Somebody starts it, while it runs or after it died."""
+        """A new owner opens the experiment, while the present one runs or after it died."""
         if self.owner:
             self.zombies.append(self.owner)
         self.owner = Session(self.store, self.witness, owner=f"owner {self.witness.stamps}")
@@ -101,11 +101,11 @@ class Trial(RuleBasedStateMachine):
 
     @rule()
     def go_on(self) -> None:
-        """Train again, whatever became of it."""
+        """Start or continue training from any status."""
         self._running()
 
     def _settle(self) -> None:
-        """What the new owner found must be one of the two or three things it can be."""
+        """Check that the new owner found one of the two or three allowed states."""
         assert self.owner
         found = [(each.step, each.sequence) for each in self.owner.trial.checkpoints]
         before = self.model.live
@@ -116,12 +116,12 @@ class Trial(RuleBasedStateMachine):
             allowed = [before]
         assert any(self._is_allowed(found, each) for each in allowed)
         self.model.live, self.model.unsure = found, None
-        for save in found:  # one that was adopted: its owner died before it could say what it had published
+        for save in found:  # an adopted save: its owner died before it recorded the save
             if save not in self.witness.published:
                 self.witness.published[save] = self._manifest(save).blob_paths()
 
     def _is_allowed(self, found: list[Save], allowed: list[Save]) -> bool:
-        """Whether they are these, or all of them that are whole, and some of the others."""
+        """Whether `found` is `allowed`, without some or none of the damaged checkpoints."""
         missing = [each for each in allowed if each not in found]
         published = self.witness.published
         return [each for each in allowed if each in found] == found and all(
@@ -133,14 +133,14 @@ class Trial(RuleBasedStateMachine):
         self.owner = None
 
     def _alive(self) -> Session:
-        """The owner; whoever is needed and dead is started again."""
+        """The owner; a dead owner is replaced first."""
         if self.owner is None:
             self.start_elsewhere()
         assert self.owner
         return self.owner
 
     def _running(self) -> Session:
-        """The owner, training."""
+        """The owner, with a running trial."""
         owner = self._alive()
         if self.model.status in ("finished", "errored"):
             self._turn("requeued")
@@ -150,7 +150,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def turn(self, which: int) -> None:
-        """Something happens to the trial that has nothing to do with its checkpoints."""
+        """An event that changes the trial's status but not its checkpoints."""
         self._alive()
         possible = sorted(AFTER[self.model.status])
         self._turn(possible[which % len(possible)])
@@ -162,7 +162,7 @@ class Trial(RuleBasedStateMachine):
         if self.model.status != "running":
             self.owner.waiting.clear()
 
-    # -------------------------------------------------------------------------------------- what it does
+    # -------------------------------------------------------------------------------------- the owner's operations
 
     def _train(self, steps: int) -> Session:
         owner = self._running()
@@ -188,7 +188,7 @@ class Trial(RuleBasedStateMachine):
         self.model.files[save] = self.witness.saved[save]
 
     def _inherit(self) -> None:
-        """What was found damaged is put aside, and what was damaged so many saves ago is in no newest checkpoint."""
+        """Found damage is quarantined; the newest checkpoint has no damage older than the reverification period."""
         owner, live = self.owner, self.model.keep_the_last_two()
         assert owner
         self.model.live = [(each.step, each.sequence) for each in owner.trial.checkpoints]
@@ -203,11 +203,11 @@ class Trial(RuleBasedStateMachine):
     def die_in_a_save(self, nth: int, way: Way) -> None:
         owner = self._train(1)
         owner.store = DyingStore(self.store, nth, way)
-        told = len(self.witness.acknowledged)
+        count = len(self.witness.acknowledged)
         unsure = (self.model.step, owner.experiment.number)
         with suppress(Crash):
             owner.save()
-        if len(self.witness.acknowledged) > told:
+        if len(self.witness.acknowledged) > count:
             self._note(unsure)
             self._inherit()
         else:
@@ -217,7 +217,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
     def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
-        """Another attempt by the same owner; the save that the last one could not settle is none."""
+        """Another attempt of the same owner; the unsettled save of the last attempt does not count."""
         owner = self._running()
         if gives_up_on_a_save:
             self._train(1).publish()
@@ -227,7 +227,7 @@ class Trial(RuleBasedStateMachine):
         self._go_on()
 
     def _go_on(self) -> None:
-        """An attempt begins: from the newest checkpoint that is whole, and from no other."""
+        """Begin an attempt from the newest undamaged checkpoint."""
         assert self.owner
         self.owner.waiting.clear()
         self.owner.start()
@@ -242,7 +242,7 @@ class Trial(RuleBasedStateMachine):
     def pin(self, which: int, *, pinned: bool) -> None:
         owner = self._alive()
         if not self.model.live:
-            return  # what there was turned out to be damaged
+            return  # all checkpoints were found damaged
         save = self.model.live[which % len(self.model.live)]
         owner.append([Pinned(trial=KEY.trial, sequence=save[1], pinned=pinned)])
         (self.model.pinned.add if pinned else self.model.pinned.discard)(save)
@@ -255,7 +255,7 @@ class Trial(RuleBasedStateMachine):
         owner.append([Retired(trial=KEY.trial, retires=(sequence,))])
         owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
 
-    # ---------------------------------------------------------------------------- what others do to it
+    # ---------------------------------------------------------------------------- superseded owners and damage
 
     @precondition(lambda self: self.zombies)
     @rule(which=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
@@ -271,15 +271,15 @@ class Trial(RuleBasedStateMachine):
         if what == "publish":
             zombie.publish()
             return
-        told = len(self.witness.acknowledged)
+        count = len(self.witness.acknowledged)
         with pytest.raises(Superseded):
             zombie.save() if what == "save" else zombie.append([])
-        assert len(self.witness.acknowledged) == told
+        assert len(self.witness.acknowledged) == count
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 5), at=st.integers(0, 10**6))
     def a_disk_rots(self, which: int, at: int) -> None:
-        """One byte of a blob of a checkpoint; all that share it are damaged with it."""
+        """Alter one byte of a blob, which damages every checkpoint that shares it."""
         save = self.model.live[which % len(self.model.live)]
         paths = sorted(self._manifest(save).blob_paths())
         path = paths[at % len(paths)]
@@ -296,7 +296,7 @@ class Trial(RuleBasedStateMachine):
         except (
             CheckpointCorrupt,
             CheckpointNotFound,
-        ):  # the save that was cut short may have put it aside, or retired it
+        ):  # the interrupted save may have quarantined or retired it
             assert manifest.blob_paths() & self.model.damaged
             return True
         return False
@@ -304,7 +304,7 @@ class Trial(RuleBasedStateMachine):
     def _manifest(self, save: Save) -> Manifest:
         return read_manifest(self.store, CheckpointKey(trial=KEY, step=save[0], sequence=save[1]))
 
-    # --------------------------------------------------------------------------------- what always holds
+    # --------------------------------------------------------------------------------- invariants
 
     @invariant()
     def every_live_checkpoint_is_whole_or_was_damaged(self) -> None:
@@ -343,7 +343,7 @@ DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTrialsEvent]]]:
-    """Return which transitions trials have gone through in the test."""
+    """The transitions of trials in the test."""
     found = set()
 
     def watched(trial: trials.Trial, event: OneTrialsEvent, number: int) -> trials.Trial:
@@ -361,7 +361,7 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))
-    for _ in range(5):  # what is drawn depends on the modules that other tests have imported: a rare one may be missing
+    for _ in range(5):  # examples depend on the imported modules of other tests: a rare transition may be missing
         if set(trials.NEXT) - seen:
             run_state_machine_as_test(Trial, settings=settings(CI, derandomize=False))
     assert set(trials.NEXT) - seen == set()

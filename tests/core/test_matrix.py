@@ -1,4 +1,4 @@
-"""Every operation of open, save, restore, delete and sync, and every way to die, on both kinds of store."""
+"""Open, save, restore, delete and sync: every operation fails in every way, on both kinds of store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_failure_of_an_object_store_breaks_a_promise(
 ) -> None:
     explored = explore(ObjectWorld, story, before=before)
 
-    explored.tell(record_property, "points explored, object store")
+    explored.record(record_property, "points explored, object store")
     assert explored.broken == []
     assert explored.points > 100
 
@@ -51,7 +51,7 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 ) -> None:
     explored = explore(PosixWorld, story, before=before, ways=ENDS)
 
-    explored.tell(record_property, "points explored, file store")
+    explored.record(record_property, "points explored, file store")
     assert explored.broken == []
     assert explored.points > 100
 
@@ -60,14 +60,14 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
     explored = explore(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
 
-    explored.tell(record_property, "points explored, file store")
+    explored.record(record_property, "points explored, file store")
     assert explored.broken == []
 
 
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
     explored = explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
 
-    explored.tell(record_property, "points explored, object store")
+    explored.record(record_property, "points explored, object store")
     assert explored.broken == []
 
 
@@ -75,7 +75,7 @@ def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_pr
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
     explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
 
-    explored.tell(record_property, "points explored, file store")
+    explored.record(record_property, "points explored, file store")
     assert explored.broken == []
 
 
@@ -83,7 +83,7 @@ def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: W
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
     explored = explore_delays(story, [None, 0, 2, 10, 30])
 
-    explored.tell(record_property, "points explored, late writes")
+    explored.record(record_property, "points explored, late writes")
     assert explored.broken == []
 
 
@@ -98,5 +98,5 @@ def test_every_way_every_call_and_every_loss_of_a_file_store(
     lost = explore(lambda: PosixWorld(seed=seed), story, before=before)
 
     explored = Explored(kept.points + lost.points, kept.broken + lost.broken)
-    explored.tell(record_property, "points explored, file store")
+    explored.record(record_property, "points explored, file store")
     assert explored.broken == []

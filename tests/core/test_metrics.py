@@ -1,4 +1,4 @@
-"""What can be stored of what a trial reports."""
+"""Metrics that can be stored, and those that are refused."""
 
 from __future__ import annotations
 

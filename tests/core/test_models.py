@@ -1,4 +1,4 @@
-"""Names, digests, JSON, and documents that carry their own digest."""
+"""Names, digests, JSON, and sealed documents."""
 
 from __future__ import annotations
 

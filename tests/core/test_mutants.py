@@ -1,4 +1,4 @@
-"""The suite itself: the package is broken on purpose, one line at a time, and the matrix must notice."""
+"""Mutation tests: the package is broken on purpose, one line at a time, and the matrix must detect it."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def every_late_deletion() -> Sequence[str]:
 
 
 def a_careless_cleaner() -> Sequence[str]:
-    """An owner that deletes what others left, without drawing a line, while the next one reuses it."""
+    """An owner that deletes leftovers without journaling it first, while the next owner reuses them."""
     acts = [takes_over_carelessly, takes_over_untidily_and_saves]
     return meet_at_random(after_a_late_upload(), acts, range(100), enough=1).broken
 
 
 class LyingStore(MemoryStore):
-    """Says that it wrote and did not, as `pyarrow.fs.copy_files` does; `forgets` is which put."""
+    """A store that acknowledges a put without writing, like `pyarrow.fs.copy_files`; `forgets` is the put's number."""
 
     def __init__(self, forgets: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def every_flipped_blob() -> Sequence[str]:
 
 
 def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
-    """A history of so many entries, with all segments but the one at entry `lost`."""
+    """A history with this number of entries, and all segments except the one at entry `lost`."""
     store = MemoryStore()
     state = opened(store)
     while state.number < entries:

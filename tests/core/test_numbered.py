@@ -1,4 +1,4 @@
-"""Artifact indexes and metadata: numbered documents, on stores that lag, race and fall silent."""
+"""Artifact indexes and metadata: numbered documents on stores with lagging listings, races and lost replies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_index_in_the_place_of_another_is_noticed() -> None:
 
 
 class Vanishing(MemoryStore):
-    """What it lists first is gone when it is read, `times` times."""
+    """A store that lists a deleted object, `times` times."""
 
     times = 1
 
@@ -73,7 +73,7 @@ def test_an_index_that_was_removed_after_it_was_listed_is_looked_for_again(times
 
 
 class Silent(MemoryStore):
-    """Never says whether it wrote, and never did."""
+    """A store whose creates have an unknown outcome and write nothing."""
 
     def create(self, path: str, data: Buffer) -> None:
         del data
@@ -86,7 +86,7 @@ def test_a_target_that_never_answers_is_said_not_to() -> None:
 
 
 class Crowded(MemoryStore):
-    """Somebody else is always faster."""
+    """A store on which another writer is always faster."""
 
     def create(self, path: str, data: Buffer) -> None:
         if path not in self.objects:

@@ -1,4 +1,4 @@
-"""On a target without atomic create-if-absent nobody writes beside an owner, and what needs no such entry is done."""
+"""Targets without atomic create-if-absent: only the owner writes entries; operations without entries still work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.fakes.memory_store import MemoryStore, OneWriterStore
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 STAMP = Stamp(write_id="guest", at="2026-11-21T09:00:00Z")
-OWNER = Owner(name="who comes", host="here", pid=2)
+OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
 def _puts_aside(scene: Scene, store: ObjectStore) -> None:

@@ -1,4 +1,4 @@
-"""Two and three owners of one experiment, their operations in every order, and at random."""
+"""Two to four concurrent owners of one experiment: every order of their operations, and random orders."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def test_two_owners_in_every_order_break_no_promise(
     checkpoints: int, acts: Sequence[Act], record_property: Record
 ) -> None:
     explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
-    explored.tell(record_property, "orders of two owners, every one")
+    explored.record(record_property, "orders of two owners, every one")
     assert explored.broken == []
 
 
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over, takes_over]
     explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
-    explored.tell(record_property, "orders of three owners, every one")
+    explored.record(record_property, "orders of three owners, every one")
     assert explored.broken == []
 
 
 def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_owner(), acts, range(100))
-    explored.tell(record_property, "orders of three owners, at random")
+    explored.record(record_property, "orders of three owners, at random")
     assert explored.broken == []
 
 
@@ -70,5 +70,5 @@ def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(re
 def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
     explored = meet_at_random(old_owner(checkpoints), acts, range(1000))
-    explored.tell(record_property, "orders of four owners, at random")
+    explored.record(record_property, "orders of four owners, at random")
     assert explored.broken == []

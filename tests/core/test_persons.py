@@ -1,4 +1,4 @@
-"""What the journal keeps of persons: what they were asked and have answered, and which starts were theirs."""
+"""What the journal stores about users: questions, answers, and runs that they started by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_secon
 
 
 class _Experiment:
-    """One that is opened again and again."""
+    """An experiment that is opened several times."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()

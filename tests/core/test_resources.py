@@ -1,4 +1,4 @@
-"""A machine is dealt out: no two trials have what only one can have, and nothing is promised that is not there."""
+"""Allocating a machine's resources: whole GPUs are never shared, and impossible requests are refused."""
 
 from __future__ import annotations
 

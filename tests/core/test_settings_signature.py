@@ -1,4 +1,4 @@
-"""Settings that are signed: what the signature covers."""
+"""Signed settings: the fields that the signature covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefect_tune.core.models import canonical_json
 from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
 
-KEY = b"a key that nobody guesses"
+KEY = b"a secret key"
 SETTINGS: dict[str, Any] = {"trainable": "mine:Net", "space": {"x": [1, 2.5, None]}, "stop": {"step": 3}}
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

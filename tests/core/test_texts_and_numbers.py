@@ -1,4 +1,4 @@
-"""Text and numbers from outside: what no reader reads back is refused or escaped, before anything is written."""
+"""Text and numbers from users: values that cannot be read back are refused or escaped before any write."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.texts import readable
 from prefect_tune.reporting.curve_sampling import numbers_in
 
-HALF = "\udcff"  # half a character, as of a file name that is not UTF-8
-HUGE = 10**400  # no float holds it
-ENORMOUS = 10**5000  # Python does not even write it down
+HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
+HUGE = 10**400  # too large for a float
+ENORMOUS = 10**5000  # Python refuses to print it
 
 
 def nested(levels: int) -> Any:
@@ -61,7 +61,7 @@ def test_what_a_float_holds_is_finite(number: Any) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda number: objective_of("loss", "min").loss({"loss": number}, "here"),  # type: ignore[union-attr]  # it is one
+        lambda number: objective_of("loss", "min").loss({"loss": number}, "here"),  # type: ignore[union-attr]  # a float
         lambda number: uniform(0, number),
         lambda number: randint(0, number),
         lambda number: grid_search([number]),
@@ -126,7 +126,7 @@ def test_a_question_that_no_form_could_show_is_refused(field: object) -> None:
         ("plain é \U0001f600", "plain é \U0001f600"),
         (f"a{HALF}b", "a\\udcffb"),
         ("a\0b", "a\\x00b"),
-        ("\ud83d\ude00", "\\ud83d\\ude00"),  # the halves of a pair, each for itself
+        ("\ud83d\ude00", "\\ud83d\\ude00"),  # each half of a surrogate pair separately
     ],
 )
 def test_text_of_any_origin_becomes_readable(text: str, same: str) -> None:
@@ -154,5 +154,5 @@ def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
 @pytest.mark.parametrize("path", ["/tmp/plain", "/tmp/é", f"/tmp/{HALF}"])
 def test_a_path_goes_through_a_message_whatever_its_bytes(path: str) -> None:
     done = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
-    heard = from_trial.validate_json(done.model_dump_json())
-    assert heard == done
+    received = from_trial.validate_json(done.model_dump_json())
+    assert received == done

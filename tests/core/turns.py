@@ -1,4 +1,4 @@
-"""Several processes over one store, one operation at a time, in every order or in a drawn one."""
+"""Several processes on one store, one operation at a time, in every order or in a random one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
 Process = Callable[[ObjectStore], None]
 IsPoint = Callable[[str, str], bool]
-"""By method and path: whether another process may come in before this operation."""
+"""By method and path: whether another process may run before this operation."""
 Choice = Callable[[Sequence[int]], int]
-"""Given who is still running, who goes next."""
+"""Given the running processes, return the next one."""
 
 
 def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
-    """Run `processes`, each in a thread, and only ever one of them; return what they died of."""
+    """Run `processes`, each in a thread, one at a time; return the errors that ended them."""
     runners = [_Runner(inner, process, is_point) for process in processes]
     for runner in runners:
         runner.go()
@@ -26,11 +26,11 @@ def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, i
 
 
 def every_order(run: Callable[[Choice], None], limit: int) -> int:
-    """Call `run` once for every order of its choices; return how many there were.
+    """Call `run` once for every order of its choices; return the number of orders.
 
-    `run` must do the same again when the same is chosen. More than `limit` orders are an error.
+    `run` must be deterministic for given choices. More than `limit` orders are an error.
     """
-    path: list[tuple[int, int]] = []  # which of how many was taken
+    path: list[tuple[int, int]] = []  # the choice, and the number of choices
     for count in range(1, limit + 1):
         run(_following(path))
         while path and path[-1][0] == path[-1][1] - 1:
@@ -42,7 +42,7 @@ def every_order(run: Callable[[Choice], None], limit: int) -> int:
 
 
 def _following(path: list[tuple[int, int]]) -> Choice:
-    """Choose as `path` says, then always the first; what was chosen is added to `path`."""
+    """Choose along `path`, then always the first process; add these choices to `path`."""
     depth: Iterator[int] = iter(range(10**6))
 
     def choose(running: Sequence[int]) -> int:
@@ -55,7 +55,7 @@ def _following(path: list[tuple[int, int]]) -> Choice:
 
 
 def drawn(seed: int) -> Choice:
-    """Choose at random, now and then the same one many times in a row."""
+    """Choose at random, sometimes the same process many times in a row."""
     rng = random.Random(seed)
     favourite: list[int] = []
 
@@ -68,7 +68,7 @@ def drawn(seed: int) -> Choice:
 
 
 class _Runner:
-    """One process, and the store as it sees it: each point waits until it is this one's turn."""
+    """One process and its view of the store: each point waits for this process's turn."""
 
     def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
         self.died_of: BaseException | None = None
@@ -81,7 +81,7 @@ class _Runner:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def go(self) -> None:
-        """Let it run to its next point, or to its end."""
+        """Run the process to its next point, or to its end."""
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -91,7 +91,7 @@ class _Runner:
     def _run(self) -> None:
         try:
             self._process(self)
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: handed to whoever runs it
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: reported by `in_turns`
             self.died_of = error
         finally:
             self.has_ended = True
@@ -132,6 +132,6 @@ class _Runner:
 
 
 def everywhere(method: str, path: str) -> bool:
-    """Every call of the store is a point at which others may come between."""
+    """Switch processes at every call of the store."""
     del method, path
     return True

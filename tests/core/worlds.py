@@ -1,4 +1,4 @@
-"""The two kinds of store, each with a first process that dies somewhere and what it leaves to the next."""
+"""The two kinds of store, each with a first process that dies, and the state for the next process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.fakes.memory_store import MemoryStore
 
 
 class World(Protocol):
-    """Where processes come and go."""
+    """A store for processes that die."""
 
     def dying(self, nth: int, way: Way) -> ObjectStore:
-        """The store as a process sees it that fails at point `nth`; 0 is never."""
+        """The store for a process that fails at point `nth`; 0 means never."""
         ...
 
     @property
     def points(self) -> int:
-        """How many points the last process passed."""
+        """The number of points that the last process passed."""
         ...
 
     def left(self) -> ObjectStore:
-        """What the dead process left, as the next one sees it."""
+        """The store after the process died, as the next process sees it."""
         ...
 
 
@@ -71,6 +71,6 @@ class PosixWorld:
         if self._loses_power:
             self.disk.lose_power(self._seed)
         store = posix_store(self.disk)
-        copy = MemoryStore()  # the next process does the same there, and much faster
+        copy = MemoryStore()  # equal for the next process, and much faster
         copy.objects.update({each.path: store.read(each.path) for each in store.list("")})
         return copy

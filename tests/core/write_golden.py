@@ -1,7 +1,7 @@
-"""Write what a run leaves, as a tree of files that later versions must be able to read.
+"""Write the state of a run as a tree of files that later versions must be able to read.
 
-Run once for each version of a document that is released: `python -m tests.core.write_golden
-tests/core/golden/version-1`, named for the journal's version. What was released is never written again.
+Run once for each released version of a document: `python -m tests.core.write_golden
+tests/core/golden/version-1`, named for the journal's version. Released files are never rewritten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.fakes.memory_store import MemoryStore
 
 
 def golden_run() -> MemoryStore:
-    """Every event there is: two owners, an adoption, a retirement, a quarantine, an end and a new beginning."""
+    """A run with every event: two owners, an adoption, a retirement, a quarantine, an end and a requeue."""
     store, witness = MemoryStore(), Witness()
     first = Session(store, witness, owner="first")
     first.open()
@@ -25,7 +25,7 @@ def golden_run() -> MemoryStore:
         first.save()
     first.append([Pinned(trial=KEY.trial, sequence=first.trial.checkpoints[0].sequence)])
     first.train()
-    first.publish()  # and dies
+    first.publish()  # then the first owner dies
     second = Session(store, witness, owner="second")
     second.open()
     second.start()

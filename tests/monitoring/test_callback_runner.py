@@ -291,8 +291,8 @@ def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog
 
 
 def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
-    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Diary", pt.CSVLogger]
-    assert [type(each).__name__ for each in callbacks_for(given)] == ["Diary", "Diary", "Diary", "CSVLogger"]
+    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.CSVLogger]
+    assert [type(each).__name__ for each in callbacks_for(given)] == ["Recorder", "Recorder", "Recorder", "CSVLogger"]
     assert callbacks_for(None) == []
 
 

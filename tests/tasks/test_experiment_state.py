@@ -147,7 +147,7 @@ def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 
 def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
     state = journal.take_over(bucket, "e", ME, STAMP, side_by_side=map)
-    torn = Quarantined(trial="t", sequence=2, reason="a torn manifest that nobody was told of")
+    torn = Quarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
     begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0), torn]
     return spoil(journal.append(bucket, state, begun, Stamp(write_id="w2", at="now")))
 

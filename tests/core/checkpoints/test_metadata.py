@@ -1,4 +1,4 @@
-"""Numbered versions of metadata: whatever happens to one write, nothing that was acknowledged is lost."""
+"""Numbered versions of metadata: no failed, late or concurrent write loses an acknowledged version."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
 
 
 class _Mute(MemoryStore):
-    """Its first create tells nothing, and arrives late or never."""
+    """A store whose first create has an unknown outcome, and arrives late or never."""
 
     def __init__(self, *, arrives: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_write_whose_outcome_was_unknown_is_made_once_whether_it_arrives_or_no
 
 
 class _LaggingList(MemoryStore):
-    """Its listing is behind its objects by one."""
+    """A store whose listing omits the newest object."""
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         return super().list(prefix, after=after)[:-1]
@@ -120,7 +120,7 @@ def test_metadata_are_what_json_gives_back() -> None:
     loop["loop"] = loop
     for unsaid in ({"a": float("inf")}, {"a": {1}}, loop, [("a", 1)]):
         with pytest.raises(InvalidInput, match="metadata"):
-            plain_metadata(unsaid)  # type: ignore[arg-type]  # that is the point
+            plain_metadata(unsaid)  # type: ignore[arg-type]  # invalid on purpose
 
 
 @pytest.mark.usefixtures("tiny_blobs")

@@ -1,4 +1,4 @@
-"""A blob that rots while checkpoints reuse it spoils no more of them than the bound says, whatever fails meanwhile."""
+"""A rotten blob that later saves reuse damages a bounded number of checkpoints, also when operations fail."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def newest(session: Session) -> Manifest:
 
 
 def is_whole(session: Session) -> bool:
-    """Whether the newest checkpoint restores, to what was saved."""
+    """Whether the newest checkpoint restores to the saved files."""
     manifest = newest(session)
     try:
         found = restored(session.store, manifest)
@@ -90,7 +90,7 @@ def shared_blobs(manifest: Manifest) -> Sequence[str]:
 def rot(store: ObjectStore, path: str) -> None:
     """Alter every byte in place."""
     altered = bytes(byte ^ 1 for byte in bytes(store.read(path)))
-    store.delete([path])  # a file store leaves alone what is there with the same size
+    store.delete([path])  # a file store does not rewrite an existing file of the same size
     store.put(path, altered)
 
 
@@ -175,7 +175,7 @@ def test_only_checkpoints_that_share_what_is_damaged_are_put_aside() -> None:
 
 
 class Unreadable(MemoryStore):
-    """Reads of blobs fail."""
+    """A store whose reads of blobs fail."""
 
     error: type[Exception] | None = None
 
@@ -223,7 +223,7 @@ def test_a_blob_of_an_earlier_try_of_the_same_save_is_reused_without_being_read(
     assert {each.path for each in store.list(KEY.blobs)} == blobs | left
 
 
-# ----------------------------------------------------------------------------------------- whatever fails
+# ----------------------------------------------------------------------------------------- failing operations
 
 
 def rotten_training() -> Session:
@@ -235,7 +235,7 @@ def rotten_training() -> Session:
 
 
 def left_by(nth: int, way: Way) -> tuple[Session, DyingStore]:
-    """A save that finds damage, and fails at its operation `nth`."""
+    """The owner and its store after a save that finds damage and fails at its operation `nth`."""
     session = rotten_training()
     dying = DyingStore(session.store, nth, way)
     healthy, session.store = session.store, dying
@@ -258,7 +258,7 @@ def test_a_save_that_finds_damage_may_fail_at_any_operation_in_any_way(
         after.start()
         found = newest_key(KEY, after.trial)
         assert found is None or is_whole(after), (nth, way)
-        if acknowledged[0] == 4:  # the save itself, which is whole
+        if acknowledged[0] == 4:  # the new checkpoint, which is undamaged
             assert found
             assert (found.step, found.sequence) == acknowledged
         saves(after, 2)

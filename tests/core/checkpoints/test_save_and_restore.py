@@ -1,4 +1,4 @@
-"""What a save sends and what a restore gives back, byte for byte; what is damaged, reused, published twice."""
+"""Bytes that a save uploads and a restore returns; damaged, reused and twice published checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save(
     return commit(store, at or key(), source, about, reuse=reuse, side_by_side=map)
 
 
-# ---------------------------------------------------------------------------------------------- the cut
+# ---------------------------------------------------------------------------------------------- chunks and blobs
 
 
 def test_large_files_are_split_and_small_ones_packed() -> None:
@@ -188,7 +188,7 @@ def test_a_save_that_was_cut_short_goes_on_where_it_stopped() -> None:
             self.room -= 1
             if self.room < 0:
                 raise StoreUnavailable("no room")
-            super().put(path, data)  # type: ignore[arg-type]  # as it came
+            super().put(path, data)  # type: ignore[arg-type]  # as given
 
     store = Full()
     files = {"weights": bytes(range(5 * BLOB))}
@@ -231,7 +231,7 @@ def test_a_retry_that_placed_its_bytes_elsewhere_finds_its_first_try() -> None:
     store = MemoryStore()
     files = {"weights": bytes(range(50))}
     parent = save(store, files, key(1, 2)).manifest
-    first = save(store, files, key(2, 3), collected_up_to=9, write_id="w2")  # everything anew
+    first = save(store, files, key(2, 3), collected_up_to=9, write_id="w2")  # nothing is reused
     retried = save(store, files, key(2, 3), parent=parent, collected_up_to=9, write_id="w2")
 
     assert first.sent_blobs == 3
@@ -280,7 +280,7 @@ def test_no_manifest_is_written_over_bytes_that_are_not_there(kept: int | None) 
 
 def test_a_listing_that_lags_is_not_taken_for_a_missing_blob() -> None:
     class Lagging(MemoryStore):
-        def list(self, prefix: str, *, after: str = "") -> list[object]:  # type: ignore[override]  # empty fits
+        def list(self, prefix: str, *, after: str = "") -> list[object]:  # type: ignore[override]  # always empty
             del prefix, after
             return []
 
@@ -379,7 +379,7 @@ def test_a_damaged_parent_is_healed_where_its_size_shows_it() -> None:
 
 @tiny
 def test_after_a_quarantine_nothing_of_the_damaged_blob_is_used() -> None:
-    """Its size is right, so only the journal's line keeps the next save from it."""
+    """The blob has the right size: only the journal's quarantine keeps the next save from reusing it."""
     store = MemoryStore()
     good = {"a": bytes(range(BLOB))}
     bad = {"a": bytes(range(100, 100 + BLOB))}
@@ -412,7 +412,7 @@ def test_the_manifest_of_another_checkpoint_is_not_taken_for_this_one() -> None:
 
 @tiny
 def test_a_save_after_a_fork_refers_to_no_bytes_of_the_other_experiment() -> None:
-    """They stay for the clone that the fork began with, and only as long as that is one."""
+    """The origin keeps its blobs for the fork's first clone, and only while that clone is live."""
     store = MemoryStore()
     files = {"a": bytes(range(BLOB)), "b": b"tail"}
     origin = save(store, files).manifest

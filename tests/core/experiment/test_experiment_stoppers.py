@@ -1,4 +1,4 @@
-"""Stoppers of whole experiments: told the same in the same order they say the same, now and after a resume."""
+"""Stoppers of whole experiments: the same events in the same order give the same answer, also after a resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_max_failures_counts_trials_that_are_errored_now() -> None:
     assert tally.verdict() is None
     tally.ended("c", None, failed=True)
     assert tally.verdict() == End("2 trials have errored, of MaxFailures(2)")
-    tally.added("a")  # it is tried again
+    tally.added("a")  # the trial is retried
     assert tally.verdict() is None
 
 
@@ -79,7 +79,7 @@ def test_a_plateau_with_patience_waits_for_more_trials_that_do_not_change_it() -
     tally = ExperimentPlateau(top=2, std=0.01, patience=2).begin(LOSS)
     finish(tally, 0.2, 0.2, 0.9)
     assert tally.verdict() is None
-    finish(tally, 0.1, start=3)  # better: it begins again
+    finish(tally, 0.1, start=3)  # an improvement resets the count
     finish(tally, 0.1, 0.7, start=4)
     assert tally.verdict() is None
     finish(tally, 0.8, start=6)
@@ -93,7 +93,7 @@ def test_a_plateau_passes_over_what_failed_or_reported_something_else_and_what_g
     tally.ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
     tally.ended("nothing", None, failed=False)
     assert tally.verdict() is None
-    tally.added("0")  # it was extended
+    tally.added("0")  # trial 0 was extended
     tally.ended("0", report(0.2), failed=False)
     assert tally.verdict() is None
 

@@ -1,4 +1,4 @@
-"""Which trial is the best, by whatever scope."""
+"""The best trial, for each scope."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
 
 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
-    told = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
-    trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in told.items()]
+    metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
+    trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
     assert [(each.trial, losses) for each, losses in ranked(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
     assert [each.trial for each in best_first(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert ranked(trials, None) == []
@@ -83,7 +83,7 @@ def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:
 )
 def test_modes_that_do_not_fit_the_metrics_are_refused(metric: list[str] | str, mode: list[str] | str) -> None:
     with pytest.raises(InvalidInput, match="mode: expected 'min' or 'max'"):
-        objective_of(metric, mode)  # type: ignore[arg-type]  # what is refused is the test
+        objective_of(metric, mode)  # type: ignore[arg-type]  # invalid on purpose
 
 
 def test_one_mode_serves_all_metrics() -> None:

@@ -1,4 +1,4 @@
-"""How a suspended run may continue: what a person can choose, and what that makes of it."""
+"""How a suspended run may continue: the options of the form, and the settings that each yields."""
 
 from __future__ import annotations
 

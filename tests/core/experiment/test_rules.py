@@ -1,4 +1,4 @@
-"""Small pure rules: which checkpoints stay, when to save, when to stop, what a failure means."""
+"""Small pure rules: retention, cadence, stopping, and causes of failures."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_pinned_checkpoint_stays() -> None:
     [
         (Retention(), [2, 3], []),
         (Retention(last=2), [2, 3], [2, 3]),
-        (Retention(last=2), [5], []),  # it is no older than the newest that stay in any case
-        (Retention(last=5), [2], []),  # there are not as many live ones
+        (Retention(last=2), [5], []),  # newer than a checkpoint that `last` keeps
+        (Retention(last=5), [2], []),  # every live checkpoint stays
         (Retention(last=2, best=1, metric="loss"), [2, 3], [3]),
         (Retention(last=2, best=2, metric="loss"), [2, 3], []),
         (Retention(last=2, every=20), [2, 3], [3]),
@@ -164,19 +164,19 @@ CLONED = (
 def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
     events: tuple[Event, ...], counted: list[tuple[int, object]]
 ) -> None:
-    told = Curves()
-    told.tell(entry(*events))
-    assert losses(told.of("t")) == counted
-    assert curve([entry(*events)], "t") == told.of("t")
+    curves = Curves()
+    curves.tell(entry(*events))
+    assert losses(curves.of("t")) == counted
+    assert curve([entry(*events)], "t") == curves.of("t")
 
 
 def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> None:
-    told = Curves()
-    told.tell(entry(Absorbed(trial="t", number=1, events=(report(1, 1.0), report(2, 2.0)))))
-    told.tell_event(report(1, 7.0, "other"))
-    assert (losses(told.of("t")), losses(told.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
-    assert told.of("silent") == []
-    assert told.report_count == 3
+    curves = Curves()
+    curves.tell(entry(Absorbed(trial="t", number=1, events=(report(1, 1.0), report(2, 2.0)))))
+    curves.tell_event(report(1, 7.0, "other"))
+    assert (losses(curves.of("t")), losses(curves.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    assert curves.of("silent") == []
+    assert curves.report_count == 3
 
 
 # -------------------------------------------------------------------------------------------- failures
@@ -234,7 +234,7 @@ def said_so(metrics: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stopper", "told", "why"),
+    ("stopper", "reported", "why"),
     [
         (Never(), reports(1), None),
         (MaxSteps(3), reports(1, 1), None),
@@ -260,8 +260,8 @@ def said_so(metrics: object) -> bool:
         (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), "step 2 of 2"),
     ],
 )
-def test_a_trial_stops_when_it_has_had_enough(stopper: Stopper, told: list[StepReport], why: str | None) -> None:
-    assert stopper.why_stop(told) == why
+def test_a_trial_stops_when_it_has_had_enough(stopper: Stopper, reported: list[StepReport], why: str | None) -> None:
+    assert stopper.why_stop(reported) == why
 
 
 def test_only_who_needs_the_past_looks_back() -> None:

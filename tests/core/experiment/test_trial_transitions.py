@@ -1,4 +1,4 @@
-"""The one table of statuses, every pair of it, and what each event leaves behind."""
+"""The table of status transitions: every pair of status and event, and the resulting trial."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_rele
     other = ELSEWHERE.model_copy(update={"step": 10})
     trial = after(of(FINISHED), claim_to(3, 7), 9)
     assert (is_live(trial, key), is_held(trial, key)) == (True, False)
-    assert after(trial, claim_to(3, 7), 10) == trial  # twice is once
+    assert after(trial, claim_to(3, 7), 10) == trial  # applied twice
 
     trial = after(trial, Retired(trial="t", retires=(7,)), 10)
     assert (is_live(trial, key), is_held(trial, key)) == (False, True)

@@ -1,4 +1,4 @@
-"""The journal: history and fence, whatever lies beside its entries, and however far a listing lags."""
+"""The journal: history and fencing, foreign files beside its entries, and lagging listings."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def report(step: int, metrics: object = None) -> Reported:
 
 
 def running(store: MemoryStore) -> Experiment:
-    """Three entries: opened, a trial added, an attempt started."""
+    """A journal of three entries: opened, a trial added, an attempt started."""
     experiment = take_over(store)
     experiment = journal.append(store, experiment, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
     return journal.append(store, experiment, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
 
 
 def with_steps(store: MemoryStore, steps: int, *, segments: bool = False) -> Experiment:
-    """As many entries, and three more."""
+    """A journal with this number of entries, and three more."""
     experiment = running(store)
     for step in range(1, steps + 1):
         experiment = journal.append(store, experiment, [report(step)], stamp(f"step {step}"))
@@ -105,7 +105,7 @@ def nested(depth: int) -> object:
         pytest.param(math.inf, id="an infinity"),
         pytest.param(object(), id="an object"),
         pytest.param("\ud800", id="half a character"),
-        pytest.param(b"\xff", id="bytes that are no text"),
+        pytest.param(b"\xff", id="bytes that are not text"),
         *[pytest.param(nested(depth), id=f"{depth} levels") for depth in (150, 199, 250, 500, 1000, 100_000)],
     ],
 )
@@ -135,7 +135,7 @@ def test_events_that_cannot_follow_are_refused_before_anything_is_written() -> N
     assert load(store) == experiment
 
 
-# ------------------------------------------------------------------------------------------ the fence
+# ------------------------------------------------------------------------------------------ fencing
 
 
 def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
@@ -202,7 +202,7 @@ def test_the_same_take_over_again_is_the_same_epoch() -> None:
 
 
 class BusyStore(MemoryStore):
-    """Somebody writes the next entry just before each create of ours, `times` times."""
+    """A store on which another owner writes the next entry just before each create, `times` times."""
 
     times = 0
     opens = False
@@ -259,7 +259,7 @@ def test_an_outcome_that_stays_unknown_is_said_to_be() -> None:
 
 
 class LaggingStore(MemoryStore):
-    """Its listings do not show the newest `lag` objects."""
+    """A store whose listings omit the newest `lag` objects."""
 
     lag = 0
 
@@ -346,7 +346,7 @@ def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
     [
         pytest.param({"number": 4}, id="another number"),
         pytest.param({"previous": digest_of(b"another entry")}, id="another predecessor"),
-        pytest.param({"epoch": 2}, id="an epoch that nobody opened"),
+        pytest.param({"epoch": 2}, id="an epoch that no owner opened"),
         pytest.param({"epoch": 0}, id="an epoch that has ended"),
         pytest.param({"events": ()}, id="other events, so that the next does not follow"),
         pytest.param({"at": "tomorrow"}, id="another time, so that the next does not follow"),

@@ -1,4 +1,4 @@
-"""Opening what was read a moment ago: it is not read again, and nothing that happened since is missed."""
+"""Opening a journal that was just loaded: known entries are not read again, later entries are not missed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
     before = store.operations["read"]
     after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=known)
     assert (after.number, after.trials) == (124, known.experiment.trials)
-    # One later than the last is looked for, the last one is verified, and who opened before is asked after.
+    # It reads past the last known entry, verifies that entry, and looks up the previous owner.
     assert store.operations["read"] - before == 3
 
 

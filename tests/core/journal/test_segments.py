@@ -1,4 +1,4 @@
-"""Segments: opening reads few objects, and whatever becomes of them, what is opened is what the entries say."""
+"""Segments: opening reads few objects, and bad or missing segments never change the loaded state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def segment_paths(store: MemoryStore) -> list[str]:
     return sorted(path for path in store.objects if "/segments/" in path)
 
 
-# ------------------------------------------------------------------------------------------------ how many
+# ------------------------------------------------------------------------------------------------ read counts
 
 
 @given(number=st.integers(1, 10**10 - 1))
@@ -85,7 +85,7 @@ def test_opening_reads_few_objects_after_any_number_of_entries() -> None:
             assert load(store) == state
             assert store.operations["list"] == 2
             wanted = len(boundaries(state.number)) + (state.number % 3 or 1)
-            assert store.operations["read"] == wanted + 1  # that looks for an entry which is not listed yet
+            assert store.operations["read"] == wanted + 1  # the search for an entry that is not listed yet
             worst = max(worst, wanted)
     assert worst == 3 + 2
 
@@ -100,7 +100,7 @@ def test_a_journal_of_hundreds_of_entries_is_opened_with_a_dozen_reads() -> None
     assert segment_paths(store) == [JOURNAL.segment_path(number) for number in (300, 390)]
 
 
-# ----------------------------------------------------------------------------------- always what the entries say
+# ----------------------------------------------------------------------------------- the state of all entries
 
 
 @st.composite
@@ -126,7 +126,7 @@ def test_what_is_loaded_is_the_fold_of_all_entries_whichever_segments_are_missin
             found = load(store)
             assert found == state == fold(store)
             assert list(found.trials) == list(state.trials)
-            assert found.trials._changed == state.trials._changed  # so that the next segment holds enough
+            assert found.trials._changed == state.trials._changed  # the next segment needs all changed trials
 
 
 @settings(max_examples=25)
@@ -243,7 +243,7 @@ def test_a_segment_of_a_newer_version_is_refused_loudly() -> None:
 @pytest.mark.parametrize("before", [2, 3, 7, 12, 28, 57])
 @pytest.mark.parametrize("after", [1, 2, 3, 7, 12, 29])
 def test_segments_of_a_journal_that_was_deleted_are_not_believed(before: int, after: int) -> None:
-    """Somebody deleted `journal/`, left `segments/`, and began again under the same name."""
+    """`journal/` was deleted but not `segments/`, and the experiment was begun again under its name."""
     store = MemoryStore()
     run(store, before, names=["old"])
     store.delete([path for path in store.objects if "/journal/" in path])
@@ -257,7 +257,7 @@ def test_segments_of_a_journal_that_was_deleted_are_not_believed(before: int, af
 
 
 def test_a_mixture_of_two_histories_is_sorted_out() -> None:
-    """The oldest segment is of a history that was deleted, and all that came later of the present one."""
+    """The oldest segment belongs to a deleted history, all later objects to the present one."""
     store, old = MemoryStore(), MemoryStore()
     run(old, 110, names=["old"])
     state = run(store, 123)
@@ -307,7 +307,7 @@ def test_an_owner_at_work_deletes_what_a_reader_has_just_listed() -> None:
     assert (found.number, found) == (131, fold(store))
 
 
-# ------------------------------------------------------------------------------------ writing and not writing
+# ------------------------------------------------------------------------------------ when segments are written
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreRefused("403")])

@@ -1,4 +1,4 @@
-"""What a person may be asked, and what counts as an answer."""
+"""Fields of questions to a user, and valid answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live status: only the newest object stays, only the present owner's counts, and the journal is the truth."""
+"""The live status: only the newest object is kept, only the present owner's counts, and the journal prevails."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_firs
     write_live_status(store, KEY, status(1, epoch=2))
     assert newest_live_status(store, KEY) == status(1, epoch=2)
     assert len(store.objects) == 1
-    write_live_status(store, KEY, status(8, epoch=1))  # a paused machine wakes up
+    write_live_status(store, KEY, status(8, epoch=1))  # a paused machine resumes
     assert newest_live_status(store, KEY) == status(1, epoch=2)
 
 

@@ -1,4 +1,4 @@
-"""What a trial's process and its supervisor tell each other arrives as it was said."""
+"""Messages between a trial's process and its supervisor survive serialization unchanged."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_the_supervisor_hears_what_the_trial_said(said: Value) -> None:
 
 def test_a_nan_is_not_turned_into_a_null_on_the_way() -> None:
     said = StepDone(report=StepReport(step=1, metrics={"loss": math.nan}))
-    heard = from_trial.validate_json(said.model_dump_json())
-    assert isinstance(heard, StepDone)
-    assert math.isnan(heard.report.metrics["loss"])  # type: ignore[arg-type]  # it is a float, or the test fails
+    received = from_trial.validate_json(said.model_dump_json())
+    assert isinstance(received, StepDone)
+    assert math.isnan(received.report.metrics["loss"])  # type: ignore[arg-type]  # a float, or the test fails
 
 
 @pytest.mark.parametrize("said", [b"", b"{}", b'{"type":"unheard-of"}', b'{"type":"saved"}', b"\x80\x04."])

@@ -1,4 +1,4 @@
-"""Requests from outside: each is heard once, by the owner whom it is for, whatever is deleted or races."""
+"""Stop requests: the owner that each addresses applies it once, despite deletions and races."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def request(write_id: str = "w", *, epoch: int = 1, trial: str | None = None) ->
     return StopRequest(write_id=write_id, at="now", reason="enough", epoch=epoch, trial=trial)
 
 
-def heard(state: Experiment, asked: StopRequest) -> Experiment:
+def after_request(state: Experiment, asked: StopRequest) -> Experiment:
     return after_event(state, stop_event(state, asked), 2)
 
 
@@ -72,7 +72,7 @@ def test_a_reply_that_is_lost_is_no_second_request() -> None:
 
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
-    state = heard(running(), request(trial="a"))
+    state = after_request(running(), request(trial="a"))
     assert (dict(state.stops), state.heard, state.ends) == ({"a": "enough"}, ("w",), "")
     assert after_event(state, Finished(trial="b", reason="done"), 3).stops == {"a": "enough"}
     assert after_event(state, Finished(trial="a", reason="enough", left=True), 3).stops == {}
@@ -80,11 +80,11 @@ def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
 
 
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
-    state = heard(running(), request())
+    state = after_request(running(), request())
     assert state.ends == "enough"
     later = after_event(state, Opened(experiment="e", epoch=2, owner=OWNER), 3)
     assert later.ends == ""
-    stale = heard(later, request("late", epoch=1))
+    stale = after_request(later, request("late", epoch=1))
     assert (stale.ends, stale.heard) == ("", ("w", "late"))
     assert "for the owner of epoch 1, and the epoch is 2 now" in stop_event(later, request("late", epoch=1)).refused
 
@@ -98,7 +98,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     ],
 )
 def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, why: str) -> None:
-    state = heard(running(), request("before"))
+    state = after_request(running(), request("before"))
     state = after_event(state, Finished(trial="a", reason="done"), 3)
     noted = stop_event(state, asked)
     after = after_event(state, noted, 4)
@@ -119,7 +119,7 @@ def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     damaged = read_request(store, "e", 1)
     assert damaged is not None
     assert stop_event(state, damaged).refused == "it cannot be read"
-    assert len(heard(state, damaged).heard) == 1
+    assert len(after_request(state, damaged).heard) == 1
 
 
 def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
@@ -134,11 +134,11 @@ def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
     ask(store, before, request("fast"))
-    after = heard(before, request("fast"))
+    after = after_request(before, request("fast"))
     delete_journaled(store, "e", 1)
-    number = ask(store, before, request("slow"))  # it had looked before all that
+    number = ask(store, before, request("slow"))  # it listed the requests before all that
     assert number == 1
     assert is_lost(after, request("slow"), number)
     assert not is_lost(after, request("fast"), 1)
     assert ask(store, after, request("slow")) == 2
-    assert is_journaled(heard(after, request("slow")), request("slow"))
+    assert is_journaled(after_request(after, request("slow")), request("slow"))

@@ -1,4 +1,4 @@
-"""Which model is the best so far, and when that is news."""
+"""The best model so far, and when a new best is announced."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none(
     best = BestSoFar(LOSS, nothing_yet("first"))
     found = best.committed(state.trial("00000"))
     assert found is not None
-    assert list(found.metrics) == ["loss", "other"]  # what is compared comes first
+    assert list(found.metrics) == ["loss", "other"]  # the objective's metric comes first
     assert (found.trial, found.step, best.trial) == ("00000", 1, "00000")
     assert found.manifest == "first/trials/00000/checkpoints/0000000001-0000000001/manifest.json"
     assert best.committed(state.trial("00000")) is None
@@ -50,7 +50,7 @@ def test_a_trial_that_ends_better_than_anything_that_was_saved_is_news_without_a
     assert found is not None
     assert found.manifest is None
     assert best.ended(state.trial("00000")) is None
-    assert best.committed(state.trial("00000")) is None  # there is no checkpoint
+    assert best.committed(state.trial("00000")) is None  # no checkpoint
 
 
 def test_of_several_metrics_the_next_decides_between_equals() -> None:

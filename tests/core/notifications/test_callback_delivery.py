@@ -1,4 +1,4 @@
-"""How far somebody was told: nothing twice, nothing left out, whatever comes first."""
+"""Delivery positions of callbacks: no event twice, none omitted, from whichever source it comes first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps(news: Sequence[Delivered]) -> list[int]:
 
 
 def absorbed(number: int, *events: Event) -> Absorbed:
-    return Absorbed(trial="a", number=number, events=events)  # type: ignore[arg-type]  # events of its own
+    return Absorbed(trial="a", number=number, events=events)  # type: ignore[arg-type]  # given events of one trial
 
 
 def entry(number: int, *events: Event) -> Entry:
@@ -38,33 +38,39 @@ def entry(number: int, *events: Event) -> Entry:
 
 
 def test_what_was_told_as_it_happened_is_not_told_again_when_the_journal_has_it() -> None:
-    telling = DeliveryTracker()
-    assert list(telling.news(absorbed(1, BEGUN))) == [BEGUN]
-    assert telling.report("a", said(1))
-    assert not telling.report("a", said(1))
+    tracker = DeliveryTracker()
+    assert list(tracker.news(absorbed(1, BEGUN))) == [BEGUN]
+    assert tracker.report("a", said(1))
+    assert not tracker.report("a", said(1))
     late = absorbed(2, Reported(trial="a", report=said(1)), Reported(trial="a", report=said(2)))
-    assert steps(list(telling.news(late))) == [2]
-    assert list(telling.news(late)) == []
-    assert list(telling.news(absorbed(1, BEGUN))) == []
+    assert steps(list(tracker.news(late))) == [2]
+    assert list(tracker.news(late)) == []
+    assert list(tracker.news(absorbed(1, BEGUN))) == []
 
 
 def test_steps_that_are_trained_again_are_told_again() -> None:
-    telling = DeliveryTracker()
-    told = [Reported(trial="a", report=said(step)) for step in (1, 2)]
+    tracker = DeliveryTracker()
+    reported = [Reported(trial="a", report=said(step)) for step in (1, 2)]
     died = AttemptEnded(trial="a", cause=Cause.MACHINE, message="killed")
     again = Started(trial="a", attempt=2, from_step=1)
-    assert list(telling.news(absorbed(1, BEGUN, *told, died, again, told[1]))) == [BEGUN, *told, died, again, told[1]]
-    assert not telling.report("a", said(2))
-    assert telling.report("a", said(3))
+    assert list(tracker.news(absorbed(1, BEGUN, *reported, died, again, reported[1]))) == [
+        BEGUN,
+        *reported,
+        died,
+        again,
+        reported[1],
+    ]
+    assert not tracker.report("a", said(2))
+    assert tracker.report("a", said(3))
 
 
 def test_an_end_is_told_once_and_a_trial_that_goes_on_has_another() -> None:
-    telling = DeliveryTracker()
+    tracker = DeliveryTracker()
     end = Finished(trial="a", reason="enough")
-    assert list(telling.news(end)) == [end]
-    assert list(telling.news(end)) == []
+    assert list(tracker.news(end)) == [end]
+    assert list(tracker.news(end)) == []
     more = Started(trial="a", attempt=2, from_step=3)
-    assert list(telling.news(absorbed(1, more, end))) == [more, end]
+    assert list(tracker.news(absorbed(1, more, end))) == [more, end]
 
 
 def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
@@ -84,7 +90,7 @@ def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
 
 
 def test_what_is_kept_does_not_grow_with_what_the_journal_has() -> None:
-    telling = DeliveryTracker()
+    tracker = DeliveryTracker()
     events = [absorbed(1, BEGUN, Reported(trial="a", report=said(1)), Finished(trial="a", reason="enough"))]
-    assert len(list(telling.replay(entry(1, *events)))) == 3
-    assert telling.position.marks == {}
+    assert len(list(tracker.replay(entry(1, *events)))) == 3
+    assert tracker.position.marks == {}

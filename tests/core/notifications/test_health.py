@@ -1,4 +1,4 @@
-"""When a running experiment needs a look, and that it is said once."""
+"""When a running experiment is reported as stale or lagging, and that it is reported once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def health() -> HealthMonitor:
     return made
 
 
-def told(health: HealthMonitor, now: float) -> list[LifecycleEvent]:
+def events_at(health: HealthMonitor, now: float) -> list[LifecycleEvent]:
     return list(health.look(now))
 
 
@@ -26,24 +26,24 @@ def test_a_trial_is_stale_after_five_times_its_longest_silence_and_that_is_said_
     for minutes in (2, 4, 6):
         health.reported(T, minutes, minutes * MINUTE)
         health.journaled(T, minutes)
-    assert told(health, 15 * MINUTE) == []
-    assert told(health, 17 * MINUTE) == [TrialStale(trial=T, silent_seconds=660.0)]
-    assert told(health, 18 * MINUTE) == []
+    assert events_at(health, 15 * MINUTE) == []
+    assert events_at(health, 17 * MINUTE) == [TrialStale(trial=T, silent_seconds=660.0)]
+    assert events_at(health, 18 * MINUTE) == []
     health.reported(T, 7, 19 * MINUTE)
     health.journaled(T, 7)
-    assert told(health, 40 * MINUTE) == []  # it has been silent for 13 minutes before
+    assert events_at(health, 40 * MINUTE) == []  # it was silent for 13 minutes before
 
 
 def test_a_trial_of_fast_steps_is_not_stale_within_five_minutes(health: HealthMonitor) -> None:
     health.reported(T, 1, 0.1)
     health.journaled(T, 1)
-    assert told(health, 4.9 * MINUTE) == []
-    assert told(health, 5.1 * MINUTE) == [TrialStale(trial=T, silent_seconds=305.9)]
+    assert events_at(health, 4.9 * MINUTE) == []
+    assert events_at(health, 5.1 * MINUTE) == [TrialStale(trial=T, silent_seconds=305.9)]
 
 
 def test_a_trial_has_half_an_hour_for_its_first_report(health: HealthMonitor) -> None:
-    assert told(health, 29 * MINUTE) == []
-    assert told(health, 31 * MINUTE) == [TrialStale(trial=T, silent_seconds=1860.0)]
+    assert events_at(health, 29 * MINUTE) == []
+    assert events_at(health, 31 * MINUTE) == [TrialStale(trial=T, silent_seconds=1860.0)]
 
 
 def test_an_attempt_that_has_ended_is_not_looked_at(health: HealthMonitor) -> None:
@@ -52,41 +52,41 @@ def test_an_attempt_that_has_ended_is_not_looked_at(health: HealthMonitor) -> No
     health.reported(T, 1, 1.0)
     health.journaled(T, 1)
     health.committed(T, 1.0)
-    assert told(health, 100 * MINUTE) == []
+    assert events_at(health, 100 * MINUTE) == []
 
 
 def test_saves_lag_where_they_take_five_times_as_long_as_ever_while_the_trial_goes_on(health: HealthMonitor) -> None:
     health.committed(T, 1 * MINUTE)
     health.reported(T, 1, 1.5 * MINUTE)
-    assert told(health, 3 * MINUTE) == []  # one says nothing of how long it takes
+    assert events_at(health, 3 * MINUTE) == []  # one save yields no typical duration
     health.committed(T, 3 * MINUTE)
-    assert told(health, 4 * MINUTE) == []  # nothing to save
+    assert events_at(health, 4 * MINUTE) == []  # nothing to save
     for minute in range(4, 15):
         health.reported(T, minute, minute * MINUTE)
         health.journaled(T, minute)
-    assert told(health, 12.5 * MINUTE) == []
-    assert told(health, 14 * MINUTE) == [SyncLagged(what="checkpoint", seconds=660.0, trial=T)]
-    assert told(health, 14.5 * MINUTE) == []
+    assert events_at(health, 12.5 * MINUTE) == []
+    assert events_at(health, 14 * MINUTE) == [SyncLagged(what="checkpoint", seconds=660.0, trial=T)]
+    assert events_at(health, 14.5 * MINUTE) == []
 
 
 def test_the_journal_of_a_trial_lags_where_what_it_reported_is_not_in_it(health: HealthMonitor) -> None:
     health.reported(T, 1, 1 * MINUTE)
     health.journaled(T, 1)
-    health.reported(T, 1, 1.5 * MINUTE)  # it was in the journal before it was told: a trial on another machine
+    health.reported(T, 1, 1.5 * MINUTE)  # journaled before its report arrived: a trial on another machine
     for minute in range(2, 10):
         health.reported(T, minute, minute * MINUTE)
-    assert told(health, 8.9 * MINUTE) == []
-    assert told(health, 9.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=T)]
-    assert told(health, 9.2 * MINUTE) == []
+    assert events_at(health, 8.9 * MINUTE) == []
+    assert events_at(health, 9.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=T)]
+    assert events_at(health, 9.2 * MINUTE) == []
 
 
 def test_the_experiments_journal_lags_where_it_is_not_written(health: HealthMonitor) -> None:
     health.happened(0.0)
     health.wrote()
-    assert told(health, 10 * MINUTE) == []
+    assert events_at(health, 10 * MINUTE) == []
     health.happened(11 * MINUTE)
     health.happened(12 * MINUTE)
-    assert told(health, 18.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=None)]
+    assert events_at(health, 18.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=None)]
 
 
 def test_each_budget_is_reported_once_at_eighty_percent() -> None:

@@ -1,4 +1,4 @@
-"""What is news in the journal, and what is said of it."""
+"""Which journal events become Prefect events, and their contents."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def committed(step: int, sequence: int, **options: Any) -> Committed:
     return Committed(trial=T, checkpoint=checkpoint, **options)
 
 
-def told_in(*events: Event) -> list[TrialLifecycleEvent]:
-    """All news of these events, one entry each."""
+def lifecycle_events_in(*events: Event) -> list[TrialLifecycleEvent]:
+    """All lifecycle events of these journal events, one entry each."""
     return [news for each in walk(*events) for news in each]
 
 
@@ -70,12 +70,12 @@ def walk(*events: Event) -> list[list[TrialLifecycleEvent]]:
 
 
 def names(*events: Event) -> list[str]:
-    return [each.name.removeprefix("prefect-tune.") for each in told_in(*events)]
+    return [each.name.removeprefix("prefect-tune.") for each in lifecycle_events_in(*events)]
 
 
 def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
     trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
-    started, saved, finished = told_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
+    started, saved, finished = lifecycle_events_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
     assert started.payload() == {"version": 2, "trial": T, "status": "running", "attempt": 1}
     assert saved.payload() == {
         "version": 2,
@@ -102,14 +102,14 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
 
 def test_a_commit_names_the_one_before_it_also_where_that_is_retired_in_the_same_entry() -> None:
     saves = [reported(1), committed(1, 3), reported(2), committed(2, 5, retires=(3,))]
-    first, second = told_in(ADDED, STARTED, *saves)[1:]
+    first, second = lifecycle_events_in(ADDED, STARTED, *saves)[1:]
     assert (first.payload()["parent"], second.payload()["parent"]) == (None, "0000000001-0000000003")
 
 
 def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
-    ended, restored = told_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
+    ended, restored = lifecycle_events_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
     known = {"version": 2, "trial": T, "status": "interrupted", "attempt": 1, "step": 1, "cause": "machine"}
     assert ended.payload() == {**known, "message": short(LONG)}
     assert restored.payload() == {"version": 2, "trial": T, "status": "running", "attempt": 2, "step": 1}
@@ -145,7 +145,7 @@ def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_t
 
 
 def test_a_trial_that_is_given_up_says_why() -> None:
-    (_, errored) = told_in(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))
+    (_, errored) = lifecycle_events_in(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))
     assert (errored.name, errored.payload()["cause"]) == ("prefect-tune.trial.errored", "user")
     assert errored.is_urgent
 
@@ -154,8 +154,8 @@ def test_a_trial_that_is_given_up_says_why() -> None:
 def test_a_checkpoint_that_is_put_aside_is_news_with_its_step(kills: bool, name: str) -> None:
     aside = Quarantined(trial=T, sequence=3, reason="sha differs", kills=kills)
     assert names(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1] == name
-    assert told_in(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1].payload()["step"] == 1
-    assert told_in(ADDED, STARTED, aside)[-1].payload()["step"] is None
+    assert lifecycle_events_in(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1].payload()["step"] == 1
+    assert lifecycle_events_in(ADDED, STARTED, aside)[-1].payload()["step"] is None
 
 
 def test_a_checkpoint_of_a_trial_that_nobody_knew_is_news_too() -> None:
@@ -172,7 +172,7 @@ def test_a_clone_says_whose_checkpoint_it_is() -> None:
     clone = Cloned(
         trial=T, checkpoint=CheckpointRef(step=4, sequence=2), source=source, config={"lr": 1}, reason="worse"
     )
-    (exploited,) = told_in(ADDED, clone)
+    (exploited,) = lifecycle_events_in(ADDED, clone)
     assert exploited.payload() == {"version": 2, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
 
 

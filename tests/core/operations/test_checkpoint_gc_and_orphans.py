@@ -1,4 +1,4 @@
-"""What is deleted, what is found, and what a new owner takes over."""
+"""Collecting retired checkpoints, finding orphans, and adopting saves of an earlier owner."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
 
     gone = before - set(objects(session))
     assert doomed.manifest_path in gone
-    assert len(gone) == deleted == 3  # its cycle, its head, its manifest; the backbone stays
+    assert len(gone) == deleted == 3  # the blobs of cycle and head, and the manifest; the backbone stays
     session.open()
     assert len(session.trial.checkpoints) == 2
 
@@ -155,7 +155,7 @@ def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to
 
 
 def opened_after(session: Session) -> Session:
-    """A new owner that has opened the experiment, and adopted nothing yet."""
+    """A new owner that has opened the experiment but not adopted any save yet."""
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
     owner = new.opened_by()
@@ -198,8 +198,8 @@ def test_reports_that_the_journal_has_are_not_told_again() -> None:
     session.append([Reported(trial="t", report=session.waiting[0])])
     session.publish()
     new = opened_after(session)
-    told = [event.report.step for event in adopt(new.store, new.experiment) if isinstance(event, Reported)]
-    assert told == [3]
+    reported = [event.report.step for event in adopt(new.store, new.experiment) if isinstance(event, Reported)]
+    assert reported == [3]
 
 
 def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
@@ -225,7 +225,7 @@ def test_a_damaged_manifest_is_quarantined_and_the_one_before_it_adopted(data: b
     session = trained(1)
     session.train()
     good = session.publish()
-    for step in (3, 4):  # the same sequence twice: one stands for both
+    for step in (3, 4):  # the same sequence twice counts once
         damaged = CheckpointKey(trial=KEY, step=step, sequence=good.sequence + 1)
         objects(session)[damaged.manifest_path] = data
     session.append([Reported(trial="t", report=session.waiting[0])])

@@ -1,4 +1,4 @@
-"""Clones, and the claims that keep their bytes: whoever dies, is late, or does two things at once."""
+"""Clones, and the claims that keep their bytes: crashes, late writes, concurrent operations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bytes_of(scene: Scene, member: Member) -> Mapping[str, bytes]:
     return restored(scene.store, read_manifest(scene.store, newest(member)))
 
 
-# --------------------------------------------------------------------------------------------- what a clone is
+# --------------------------------------------------------------------------------------------- one clone
 
 
 @pytest.mark.parametrize("into", [CLONE, ELSEWHERE], ids=["same experiment", "another experiment"])
@@ -82,7 +82,7 @@ def test_what_its_source_retires_stays_as_long_as_the_clone_does() -> None:
     source.save_and_clear_all()
     assert bytes_of(scene, copy) == kept
 
-    copy.save()  # which retires the clone, and so lets go of the origin
+    copy.save()  # retires the clone, and thereby releases the claim
     assert not [key for key in scene.doomed if scene.store.size(key.manifest_path)]
     source.open()
     assert source.trial.claims == ()
@@ -100,10 +100,10 @@ def test_a_clone_of_a_clone_is_held_where_the_bytes_are() -> None:
 def test_a_claim_whose_clone_was_never_journaled_ends_with_its_owner() -> None:
     scene = without_a_clone(SOURCE, CLONE)
     source, copy = scene.members["s"], scene.members["c"]
-    copy._clone(newest(source), scene.chronicle.stamp())  # and dies
+    copy._clone(newest(source), scene.chronicle.stamp())  # then the owner dies
     doomed = source.save_only()
     source.clear(doomed)
-    assert scene.store.size(doomed[0].manifest_path), "its owner may yet journal it"
+    assert scene.store.size(doomed[0].manifest_path), "its owner may still journal it"
     takes_over("c")(scene, scene.store)
     source.clear(doomed)
     assert scene.store.size(doomed[0].manifest_path) is None
@@ -144,7 +144,7 @@ def test_a_manifest_that_refers_to_bytes_of_another_trial_is_not_cloned(monkeypa
         scene.members["c"]._clone(newest(source), scene.chronicle.stamp())
 
 
-# ------------------------------------------------------------------------------------------ whoever dies, and when
+# ------------------------------------------------------------------------------------------ crashes
 
 STORIES: Mapping[str, tuple[Before, Act]] = {
     "a trial clones": (without_a_clone, clones("c")),
@@ -170,7 +170,7 @@ ESSENTIAL = [
 def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = die_everywhere(before(SOURCE, CLONE), act, [Way.CRASH_BEFORE])
-    explored.tell(record_property, "points explored, clones")
+    explored.record(record_property, "points explored, clones")
     assert explored.broken == []
 
 
@@ -179,7 +179,7 @@ def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_prope
 def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = late_writes(before(SOURCE, CLONE), act, [None, 3])
-    explored.tell(record_property, "points explored, clones")
+    explored.record(record_property, "points explored, clones")
     assert explored.broken == []
 
 
@@ -195,11 +195,11 @@ def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(
     explored = die_everywhere(scene, act)
     late = late_writes(scene, act, [None, 0, 1, 2, 5, 10, 20])
     explored.add(late)
-    explored.tell(record_property, "points explored, clones")
+    explored.record(record_property, "points explored, clones")
     assert explored.broken == []
 
 
-# ------------------------------------------------------------------------------------------- two things at once
+# ------------------------------------------------------------------------------------------- concurrency
 
 MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
     "clones while the source saves": (without_a_clone, [clones("c"), saves("s")]),
@@ -224,7 +224,7 @@ def at_creates_and_deletes(method: str, path: str) -> bool:
 def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
     explored = meet_in_every_order(before(SOURCE, CLONE), acts, at_creates_and_deletes, limit=20_000)
-    explored.tell(record_property, "orders of clones and their sources")
+    explored.record(record_property, "orders of clones and their sources")
     assert explored.broken == []
 
 
@@ -233,7 +233,7 @@ def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, reco
 def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
     explored = meet_at_random(before(SOURCE, CLONE), acts, range(10))
-    explored.tell(record_property, "orders of clones and their sources")
+    explored.record(record_property, "orders of clones and their sources")
     assert explored.broken == []
 
 
@@ -246,11 +246,11 @@ def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_pro
     explored = meet_at_random(scene, acts, range(1000, 1500))
     dying = meet_dying(scene, acts, range(500))
     explored.add(dying)
-    explored.tell(record_property, "orders of clones and their sources")
+    explored.record(record_property, "orders of clones and their sources")
     assert explored.broken == []
 
 
-# --------------------------------------------------------------------------------------------- the suite itself
+# --------------------------------------------------------------------------------------------- mutants
 
 
 def meets(meeting: str) -> Sequence[str]:

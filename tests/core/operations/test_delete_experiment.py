@@ -1,4 +1,4 @@
-"""A deleted experiment leaves nothing, takes nothing that others need, and lets go of what it needed."""
+"""Deleting an experiment leaves no objects, keeps what forks need, and releases its own claims."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.fakes.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
-OWNER = Owner(name="who deletes", host="here", pid=3)
+OWNER = Owner(name="deleter", host="here", pid=3)
 
 
 def removed(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
@@ -44,7 +44,7 @@ def below(store: MemoryStore, folder: str) -> set[str]:
 
 
 def cut_at_a_manifest(store: MemoryStore) -> None:
-    """A fork dies between its claim on a checkpoint of trial b and the manifest of the clone."""
+    """A fork dies after it claimed a checkpoint of trial b and before the manifest of its clone."""
     for nth in range(1, 100):
         twin = MemoryStore()
         twin.objects.update(store.objects)
@@ -58,7 +58,7 @@ def cut_at_a_manifest(store: MemoryStore) -> None:
 
 
 def world() -> MemoryStore:
-    """A fork, and an origin that has gone on and retired all that the fork needs of it."""
+    """A fork, and an origin that has since retired every checkpoint that the fork needs."""
     store = MemoryStore()
     old = search_of_three(store)
     forked(store)
@@ -120,7 +120,7 @@ def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() ->
 
 
 class Meanwhile:
-    """Once, before the first operation that is one of these, something else is done."""
+    """A store that calls `act` once, before the first operation for which `is_it` is true."""
 
     def __init__(self, inner: ObjectStore, is_it: Callable[[str, str], bool], act: Callable[[], object]) -> None:
         self.inner = inner
@@ -139,7 +139,7 @@ class Meanwhile:
 
 
 def at_its_mark(method: str, path: str) -> bool:
-    """Claims have been looked for, and the deletion is about to be said."""
+    """The deletion has looked for claims, and is about to write its mark."""
     return method == "create" and path.startswith("old/journal/")
 
 
@@ -181,7 +181,7 @@ def test_a_fork_that_is_slower_says_that_its_origin_is_being_deleted() -> None:
         forked(Meanwhile(store, is_first_claim, lambda: removed(store, "old")))
     assert below(store, "old") == {path for path in below(store, "old") if "/journal/" in path}
     removed(store, "new", "n")
-    removed(store, "old", "o")  # the claim that was on its way
+    removed(store, "old", "o")  # the delayed claim
     assert store.objects == {}
 
 
@@ -215,7 +215,7 @@ def test_a_trial_that_saves_while_it_is_deleted_is_told_to_stop_and_leaves_nothi
     old = search_of_three(store)
 
     def save() -> None:
-        with pytest.raises(Superseded, match="who deletes"):
+        with pytest.raises(Superseded, match="deleter"):
             old.step("b")
 
     removed(Meanwhile(store, at_its_first_deletion, save), "old")
@@ -229,7 +229,7 @@ def test_a_trial_that_begins_while_it_is_deleted_finds_that_there_is_nothing_to_
     old = search_of_three(store)
 
     def begin() -> None:
-        with pytest.raises(ResumeFailed, match="trial 'c' of experiment 'old' is being deleted by who deletes"):
+        with pytest.raises(ResumeFailed, match="trial 'c' of experiment 'old' is being deleted by deleter"):
             old.begin("c")
 
     removed(Meanwhile(store, at_its_first_deletion, begin), "old")
@@ -242,7 +242,7 @@ def test_a_retry_that_read_it_before_does_not_open_it_while_it_is_deleted() -> N
     known = read(store, "old", side_by_side=map)
 
     def retry() -> None:
-        with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by who deletes"):
+        with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
             take_over(store, "old", OWNER, Stamp(write_id="retry", at=""), side_by_side=map, known=known)
 
     removed(Meanwhile(store, at_its_first_deletion, retry), "old")
@@ -412,13 +412,13 @@ def test_a_fork_whose_folder_somebody_deleted_by_hand_keeps_nothing_from_being_d
 
 
 def test_a_deletion_that_was_given_up_is_done_by_the_same_call_when_nobody_needs_it_any_more() -> None:
-    """As when giving it up was cut short, and the task tries again."""
+    """The first call died while it gave up the deletion, and the task retries."""
     store = MemoryStore()
     search_of_three(store)
     with suppress(InvalidInput):
         removed(Meanwhile(store, at_its_mark, lambda: forked(store)), "old")
     last = max(path for path in below(store, "old/journal"))
-    del store.objects[last]  # the experiment's own was not written any more
+    del store.objects[last]  # the entry that gives up the deletion is missing
     removed(store, "new", "n")
     removed(store, "old")
     assert store.objects == {}
@@ -447,7 +447,7 @@ def test_a_deletion_that_dies_at_any_write_is_finished_by_the_next_and_nobody_go
 
 @pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST])
 def test_a_deletion_that_dies_while_it_is_given_up_is_given_up_by_the_next(way: Way) -> None:
-    """A fork was faster, between its look for claims and its mark."""
+    """A fork claimed a checkpoint between the deletion's look for claims and its mark."""
     for nth in range(1, 100):
         store = MemoryStore()
         old = search_of_three(store)

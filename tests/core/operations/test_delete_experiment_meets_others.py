@@ -1,4 +1,4 @@
-"""A deletion that meets whoever runs, opens, forks or deletes the experiment: in every order, and dying."""
+"""Deleting an experiment while others run, open, fork or delete it: every order, with crashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Record = Callable[[str, object], None]
 
 @dataclass
 class Scene:
-    """A search, perhaps a fork of it, and what came of those who met."""
+    """A search, optionally a fork of it, and the names of the acts that succeeded."""
 
     store: MemoryStore
     old: SmallSearch
@@ -41,7 +41,7 @@ class Scene:
     done: list[str] = field(default_factory=list)
 
     def again(self) -> Scene:
-        """Return the same on a store of its own."""
+        """Return a copy on a separate store."""
         store = MemoryStore()
         store.objects.update(self.store.objects)
         return Scene(store, on(self.old, store), self.new and on(self.new, store))
@@ -51,13 +51,13 @@ Act = Callable[[Scene, ObjectStore], None]
 
 
 def on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
-    """The same owner, as another process: what it remembers, and another connection."""
+    """The same owner with its fields, on another store."""
     twin = copy.copy(search)
     twin.store, twin.trials = store, dict(search.trials)
     return twin
 
 
-# ---------------------------------------------------------------------------------------------- who meets
+# ---------------------------------------------------------------------------------------------- concurrent acts
 
 
 def a_search() -> Scene:
@@ -66,7 +66,7 @@ def a_search() -> Scene:
 
 
 def a_fork() -> Scene:
-    """The origin has gone on, and retired all that its fork needs."""
+    """A fork whose origin has since retired every checkpoint that the fork needs."""
     scene = a_search()
     forked(scene.store)
     for _ in range(3):
@@ -77,7 +77,7 @@ def a_fork() -> Scene:
 
 
 def a_fork_that_was_cut_short() -> Scene:
-    """It has claimed, and has no manifest; what it claims is retired."""
+    """A fork with a claim but without a manifest; the claimed checkpoint is retired."""
     scene = a_search()
     cut_at_a_manifest(scene.store)
     for _ in range(3):
@@ -86,7 +86,7 @@ def a_fork_that_was_cut_short() -> Scene:
 
 
 def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
-    """One of those who meet; that it is refused, or told to stop, is no harm."""
+    """An act of one process; refusals and takeovers end it without an error."""
 
     def act(scene: Scene, store: ObjectStore) -> None:
         with suppress(TuneError):
@@ -97,7 +97,7 @@ def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
 
 
 def opens_what_was_read(_: Scene, store: ObjectStore) -> None:
-    """As a Retry does: it reads, and opens when it has looked at what it read."""
+    """Read the journal, then open it with that knowledge, like a retry."""
     known = read(store, "old", side_by_side=map)
     owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
     take_over(store, "old", owner, stamp, side_by_side=map, known=known)
@@ -124,7 +124,7 @@ MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act, Act]] = {
 }
 """What happens to an experiment while it is deleted."""
 WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
-"""Those that know that they continue something, and so begin nothing in a place that is empty."""
+"""The acts that continue an existing journal, and so create none where the experiment is gone."""
 
 
 def _new(scene: Scene) -> SmallSearch:
@@ -132,11 +132,11 @@ def _new(scene: Scene) -> SmallSearch:
     return scene.new
 
 
-# ----------------------------------------------------------------------------------------- what always holds
+# ----------------------------------------------------------------------------------------- promises
 
 
 def promises_broken(scene: Scene, *, begun_anew: bool = False) -> list[str]:
-    """Whoever is there is whole, and everything can be deleted: first what others need nothing of."""
+    """Every existing experiment is undamaged, and each can be deleted, the fork first."""
     broken = [each for name in ("old", "new") for each in _of_experiment(scene.store, name)]
     for name in ("old", "new") if begun_anew else ():
         if f"removes {name}" not in scene.done:
@@ -152,7 +152,7 @@ def promises_broken(scene: Scene, *, begun_anew: bool = False) -> list[str]:
 
 
 def _of_experiment(store: MemoryStore, name: str) -> list[str]:
-    """Nothing is promised of one that is being deleted, or is not there, or is none yet."""
+    """Check an experiment, unless it is missing, incomplete or being deleted."""
     try:
         found = load(store, name, side_by_side=map)
     except TuneError:
@@ -172,7 +172,7 @@ def begun(before: Callable[[], Scene]) -> Scene:
     return before()
 
 
-# ------------------------------------------------------------------------------------------------- how they meet
+# ------------------------------------------------------------------------------------------------- interleavings
 
 
 def at_writes(method: str, path: str) -> bool:
@@ -181,12 +181,12 @@ def at_writes(method: str, path: str) -> bool:
 
 
 def at_looks(method: str, path: str) -> bool:
-    """Nothing comes between an owner's look at the entry before its own, and its own entry."""
+    """Do not switch processes between an owner's check of the previous entry and the write of its own entry."""
     return method == "delete" or (method == "size" and "/journal/" in path)
 
 
 def after(turns: int, first: int) -> Choice:
-    """One goes first for so many turns; then the other does all it does, and then the first the rest."""
+    """The first process runs for `turns` turns, then the other to its end, then the rest of the first."""
     taken = 0
 
     def choose(running: Sequence[int]) -> int:
@@ -214,7 +214,7 @@ def _process(scene: Scene, act: Act) -> Callable[[ObjectStore], None]:
 
 
 def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Explored:
-    """Each of the two does all it does before each, or `every` so manieth, point of the other, and after it."""
+    """Run each of the two completely before each point (or each `every`-th point) of the other, and after its end."""
     explored = Explored()
     for first in (0, 1):
         for turns in range(0, 10_000, every):
@@ -239,7 +239,7 @@ def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
 
 @dataclass
 class _Seen:
-    """Counts how often there were two to choose from."""
+    """Counts the choices between two running processes."""
 
     inner: Choice
     count: int = 0
@@ -252,14 +252,14 @@ class _Seen:
 @pytest.mark.parametrize("name", MEETINGS)
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, at_writes, every=3)
-    explored.tell(record_property, "orders of deletions and others")
+    explored.record(record_property, "orders of deletions and others")
     assert explored.broken == []
 
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = in_drawn_orders(name, range(8))
-    explored.tell(record_property, "orders of deletions and others")
+    explored.record(record_property, "orders of deletions and others")
     assert explored.broken == []
 
 
@@ -268,7 +268,7 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
     name: str, record_property: Record
 ) -> None:
     explored = one_within_the_other(name, at_looks)
-    explored.tell(record_property, "orders of deletions and others")
+    explored.record(record_property, "orders of deletions and others")
     assert explored.broken == []
 
 
@@ -278,11 +278,11 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, everywhere)
     explored.add(in_drawn_orders(name, range(1000, 1300)))
-    explored.tell(record_property, "orders of deletions and others")
+    explored.record(record_property, "orders of deletions and others")
     assert explored.broken == []
 
 
-# --------------------------------------------------------------------------------------------- the suite itself
+# --------------------------------------------------------------------------------------------- mutants
 
 
 def a_fork_is_harmed() -> Sequence[str]:
@@ -290,7 +290,7 @@ def a_fork_is_harmed() -> Sequence[str]:
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "nobody looks for claims again": Mutant(
+    "claims are not looked for again": Mutant(
         a_fork_is_harmed, {delete_experiment.remove: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
     ),
     "clone what is being deleted": Mutant(

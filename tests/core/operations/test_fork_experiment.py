@@ -1,4 +1,4 @@
-"""A fork is its origin as of one entry, costs no bytes, and needs nobody's leave; the origin never notices."""
+"""A fork copies its origin's state as of one entry, uploads no bytes, and never blocks the origin."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.fakes.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
-OWNER = Owner(name="who forks", host="here", pid=2)
+OWNER = Owner(name="forker", host="here", pid=2)
 Record = Callable[[str, object], None]
 
 
 def forked(store: object, number: int | None = None, name: str = "new", write_id: str = "f") -> Fork:
-    """As the task does it, retries included."""
+    """Fork like the task, with retries."""
     stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
 
     def act() -> Fork:
@@ -40,7 +40,7 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
 
 
 def known(trial: Trial) -> dict[str, object]:
-    """What is known of a trial that does not say where its bytes lie."""
+    """The fields of a trial that do not locate its bytes."""
     elsewhere = {"checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
     checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
     running = {"phase": Phase.PENDING} if trial.phase is Phase.RUNNING else {}
@@ -92,7 +92,7 @@ def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_b
     old = search_of_three(store)
     forked(store)
     for _ in range(4):
-        old.step("b")  # retires, and deletes, everything that the fork has of it
+        old.step("b")  # retires and deletes every checkpoint that the fork cloned
     new = SmallSearch(store, "new")
     assert unreadable(store, "new", new.state.trials) == []
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_b
     assert unreadable(store, "new", new.state.trials) == unreadable(store, "old", old.state.trials) == []
     assert new.state.trial("b").step == 6
     held = own_state(store, "old", "b").claims
-    assert held == ()  # the clones are retired, and the bytes that only they needed deleted
+    assert held == ()  # the clones are retired, and bytes that only they needed are deleted
     left = [path for path in store.objects if path.startswith("old/trials/b/") and path.endswith("manifest.json")]
     assert len(left) == 2
 
@@ -297,7 +297,7 @@ def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
 
 
 def _both_go_on(store: MemoryStore) -> None:
-    """Nobody's bytes are missing, and what was claimed in vain is let go when it is retired."""
+    """Fork and origin miss no bytes; unused claims are released when their checkpoints are retired."""
     old, new = SmallSearch(store, "old"), SmallSearch(store, "new")
     for search in (old, new, new, old):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a round of maintenance leaves to the next, whoever dies, is late, or does the same at the same time."""
+"""The state that a round of maintenance stores for the next: crashes, late writes, concurrent rounds."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def untold(key: CheckpointKey) -> UnreportedDamage:
 
 def found(*damaged: CheckpointKey, **also: object) -> Inspection:
     seen = tuple(Inspected(key, damage="torn") for key in damaged)
-    return Inspection(live=(BAD, WORSE), inspected=seen, **also)  # type: ignore[arg-type]  # as the caller says
+    return Inspection(live=(BAD, WORSE), inspected=seen, **also)  # type: ignore[arg-type]  # given by the caller
 
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """With an experiment on it."""
+    """A store with an experiment."""
     store = MemoryStore()
     opened = take_over(store, NAME, Owner(name="o", host="h", pid=1), stamp("o"), side_by_side=map)
     append(store, opened, [Adopted()], stamp("a"))
@@ -111,7 +111,7 @@ def test_a_round_that_a_later_one_deletes_meanwhile_is_looked_for_again(times: i
 
 
 class _Vanishing(MemoryStore):
-    """What is read is gone by then, the first so many times; then something happens."""
+    """A store whose first reads find the object deleted; then a function is called."""
 
     def __init__(self, times: int, then: Callable[[], None]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
     assert store.objects == {}
 
 
-# --------------------------------------------------------------------------------------------- what is known
+# --------------------------------------------------------------------------------------------- known damage
 
 
 def test_damage_that_was_reported_is_known_until_it_is_mended_or_put_aside() -> None:
@@ -152,9 +152,9 @@ def test_what_is_untold_stays_so_until_it_is_reported_whatever_becomes_of_it() -
     assert (after.begins_at, after.told) == (9, (BAD.folder,))
     assert after.untold == (untold(WORSE), untold(BAD))
     assert reported_folders(after) == frozenset()
-    told = after_report(after, [WORSE.folder, BAD.folder])
-    assert (told.begins_at, told.untold) == (9, ())
-    assert reported_folders(told) == {BAD.folder}
+    after_reporting = after_report(after, [WORSE.folder, BAD.folder])
+    assert (after_reporting.begins_at, after_reporting.untold) == (9, ())
+    assert reported_folders(after_reporting) == {BAD.folder}
 
 
 def test_a_damaged_journal_is_known_until_it_is_read_again() -> None:

@@ -1,4 +1,4 @@
-"""Pruning and collecting trials that ended in the experiment's journal alone, and what clones that are over kept."""
+"""Pruning trials that ended in the experiment's journal only, and checkpoints that ended clones kept."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_trial_that_somebody_may_have_is_not_pruned_whatever_the_experiment_kn
 
 
 class Hooked(MemoryStore):
-    """Something happens just before the first entry is written."""
+    """A store that calls a function before the first entry is written."""
 
     def __init__(self, was: MemoryStore, act: Callable[[], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reading checkpoints for no other reason than to see whether they are whole."""
+"""Scrubbing: reading checkpoints to find damage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 @pytest.fixture
 def trained() -> Session:
-    """Eight checkpoints, all live."""
+    """A trial with eight live checkpoints."""
     session = Session(MemoryStore(), Witness(), retention=Retention())
     session.open()
     session.start()
@@ -65,7 +65,7 @@ def flip(session: Session, path: str) -> None:
     objects(session)[path] = bytes(data)
 
 
-# ------------------------------------------------------------------------------------------------- the ring
+# ------------------------------------------------------------------------------------------------- reading order
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 24])
@@ -103,7 +103,7 @@ def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(
     assert len(set(read)) == 8
 
 
-# ------------------------------------------------------------------------------------------- what is damaged
+# ------------------------------------------------------------------------------------------- damage
 
 
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
@@ -138,11 +138,11 @@ def test_of_a_trial_that_has_ended_only_what_is_to_be_read_is_asked_after(traine
     assert len(found.inspected) == 8
 
 
-# ----------------------------------------------------------------------------------------- what cannot be read
+# ----------------------------------------------------------------------------------------- failing reads
 
 
 class Spoilt(MemoryStore):
-    """Reading certain paths fails, or all of them from a certain moment on."""
+    """A store on which reads of certain paths fail, or all reads after a certain moment."""
 
     def __init__(self, was: ObjectStore, error: TuneError, is_spoilt: Callable[[str], bool]) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Spoilt(MemoryStore):
 
 
 def many_trials() -> MemoryStore:
-    """Six that have ended, one that trains, with four checkpoints each."""
+    """Six trials that have ended and one that is running, with four checkpoints each."""
     store = MemoryStore()
     search = SmallSearch(store, "e", retention=Retention())
     for name in "abcdefg":
@@ -185,7 +185,7 @@ def many_trials() -> MemoryStore:
 
 
 def damage_journal(store: MemoryStore, trial: str) -> str:
-    """Return the folder of the journal that is torn now."""
+    """Tear an entry of a journal; return the journal's folder."""
     for path in [path for path in store.objects if path.startswith(f"e/trials/{trial}/segments")]:
         del store.objects[path]
     key = JournalKey(experiment="e", trial=trial)
@@ -278,7 +278,7 @@ def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_
     assert [each.is_damage for each in found.unreadable] == [False]
 
 
-# ----------------------------------------------------------------------------------------------- small things
+# ----------------------------------------------------------------------------------------------- other rules
 
 
 def test_an_experiment_is_what_has_a_first_entry(trained: Session) -> None:

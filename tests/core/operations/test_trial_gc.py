@@ -1,4 +1,4 @@
-"""Maintenance beside those whose checkpoints it looks after: whoever dies, is late, or does two things at once."""
+"""Maintenance of trials while their owners run: crashes, late writes, concurrent operations."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ KEEPS = Retention(last=1)
 
 
 def reopened(scene: Scene, name: str = "s") -> Member:
-    """The next owner, which knows what the journal says."""
+    """Open the trial's journal again; return its owner."""
     scene.members[name].open()
     return scene.members[name]
 
 
-# -------------------------------------------------------------------------------------------- what is done
+# -------------------------------------------------------------------------------------------- operations
 
 
 def collects(name: str = "s") -> Act:
-    """Maintenance deletes what nobody needs of a trial."""
+    """Maintenance deletes the garbage of a trial."""
 
     def act(scene: Scene, store: ObjectStore) -> None:
         key = scene.members[name].key
@@ -79,14 +79,14 @@ def collects(name: str = "s") -> Act:
 
 
 def prunes(scene: Scene, store: ObjectStore) -> None:
-    """Maintenance retires what a policy does not keep, and deletes it."""
+    """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
     key = scene.members["s"].key
     retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map))
     collects()(scene, store)
 
 
 def doubts(scene: Scene, store: ObjectStore) -> None:
-    """Maintenance puts aside what it takes for damaged, and deletes what nobody needs then."""
+    """Maintenance quarantines a checkpoint that it found damaged, and deletes garbage."""
     member = scene.members["s"]
     stamp = scene.chronicle.stamp()
     retried(lambda: quarantine(store, member.key, {newest(member): "doubted"}, stamp, side_by_side=map))
@@ -94,28 +94,28 @@ def doubts(scene: Scene, store: ObjectStore) -> None:
 
 
 def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
-    """The same, and it is found whole after all."""
+    """The same; then the checkpoint is found undamaged and reinstated."""
     doubts(scene, store)
     member = scene.members["s"]
     retried(lambda: reinstate(store, member.key, [newest(member)], scene.chronicle.stamp(), side_by_side=map))
 
 
 def given_up_only_there(scene: Scene) -> Trial:
-    """As the experiment's journal tells of it: it has taken in all that the trial's own said by then."""
+    """The trial in the experiment's journal: errored, with all entries of its own journal absorbed."""
     of = scene.members["s"]
     update = {"apart": True, "phase": Phase.ERRORED, "absorbed": of.experiment.number}
     return of.trial.model_copy(update=update)
 
 
 def prunes_given_up(scene: Scene, store: ObjectStore) -> None:
-    """Maintenance retires, and deletes, of a trial that has ended in the experiment's journal alone."""
+    """Maintenance prunes a trial that has ended in the experiment's journal only."""
     key, known = scene.members["s"].key, given_up_only_there(scene)
     retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map, known=known))
     retried(lambda: collect_from(store, key, scene.chronicle.stamp(), side_by_side=map, known=known))
 
 
 def goes_on(scene: Scene, store: ObjectStore) -> None:
-    """A trial that has ended is given more to do."""
+    """The owner requeues the ended trial and continues it."""
     member = scene.members["s"].on(store, scene.chronicle)
     member.append([Requeued(trial="s", reason="more")])
     member.start()
@@ -123,7 +123,7 @@ def goes_on(scene: Scene, store: ObjectStore) -> None:
 
 
 def resumes(scene: Scene, store: ObjectStore) -> None:
-    """The same, by another owner."""
+    """Another owner requeues the ended trial and continues it."""
     old = scene.members["s"]
     new = Member(store, scene.chronicle, old.journal, "s", owner=f"new {scene.chronicle.stamps}")
     new.open()
@@ -136,12 +136,12 @@ def resumes(scene: Scene, store: ObjectStore) -> None:
 
 
 def training(source: JournalKey, clone: JournalKey) -> Scene:
-    """A trial that trains; its last retirement is not carried out."""
+    """A running trial, which has not deleted what it last retired."""
     return without_a_clone(source, clone)
 
 
 def ended(source: JournalKey, clone: JournalKey) -> Scene:
-    """A trial that has ended with two checkpoints, a retired one, and what a save that died left."""
+    """An ended trial with two checkpoints, a retired one, and the leftovers of a save that died."""
     return _left(source, clone, Finished(trial="s", reason="enough"))
 
 
@@ -158,17 +158,17 @@ def _left(source: JournalKey, clone: JournalKey, last: Event) -> Scene:
 
 
 def given_up(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, and in its own journal it waits to be tried again."""
+    """The same, but in its own journal the trial waits for a retry."""
     return _left(source, clone, AttemptEnded(trial="s", cause=Cause.USER, message="raised"))
 
 
 def not_resumed(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, and in its own journal it is paused."""
+    """The same, but in its own journal the trial is paused."""
     return _left(source, clone, Paused(trial="s", reason="rung"))
 
 
 def ended_and_cloned(source: JournalKey, clone: JournalKey) -> Scene:
-    """The same, and the older of its checkpoints was cloned."""
+    """The same, and the older checkpoint was cloned."""
     scene = with_a_clone(source, clone)
     member = scene.members["s"]
     member.retention = Retention()
@@ -210,7 +210,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
 def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = die_everywhere(before(SOURCE, CLONE), act, [Way.TORN, Way.REPLY_LOST], only=WRITES)
-    explored.tell(record_property, "points explored, maintenance")
+    explored.record(record_property, "points explored, maintenance")
     assert explored.broken == []
 
 
@@ -219,7 +219,7 @@ def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_
 def test_maintenance_and_owners_in_drawn_orders_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
     explored = meet_at_random(before(SOURCE, CLONE), acts, range(3))
-    explored.tell(record_property, "orders of maintenance and owners")
+    explored.record(record_property, "orders of maintenance and owners")
     assert explored.broken == []
 
 
@@ -232,10 +232,10 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
     before, acts = MEETINGS[meeting]
     scene = before(SOURCE, CLONE)
     explored = meet_at_random(scene, acts, range(1000, 1400))
-    points = at_writes if len(acts) == 2 else at_commits  # of three there are too many orders of all they write
+    points = at_writes if len(acts) == 2 else at_commits  # three processes have too many orders of all their writes
     for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, points, limit=20_000)):
         explored.add(more)
-    explored.tell(record_property, "orders of maintenance and owners")
+    explored.record(record_property, "orders of maintenance and owners")
     assert explored.broken == []
 
 
@@ -248,7 +248,7 @@ def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, 
     explored = die_everywhere(scene, act)
     late = late_writes(scene, act, [None, 0, 2, 10])
     explored.add(late)
-    explored.tell(record_property, "points explored, maintenance")
+    explored.record(record_property, "points explored, maintenance")
     assert explored.broken == []
 
 
@@ -261,7 +261,7 @@ def at_commits(method: str, path: str) -> bool:
     return at_writes(method, path) and ("/journal/" in path or path.endswith("/manifest.json"))
 
 
-# -------------------------------------------------------------------------------------------- what comes of it
+# -------------------------------------------------------------------------------------------- outcomes
 
 
 def test_what_a_look_finds_is_what_is_deleted_and_then_there_is_nothing_more() -> None:
@@ -285,7 +285,7 @@ def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before
     assert not [path for path in strays if path in scene.store.objects]
     entries = len([path for path in scene.store.objects if "/journal/" in path])
     collects()(scene, scene.store)
-    assert len([path for path in scene.store.objects if "/journal/" in path]) == entries, "no line without a reason"
+    assert len([path for path in scene.store.objects if "/journal/" in path]) == entries, "no entry without a reason"
     assert look_for_garbage(scene.store, key, side_by_side=map) == Collected("s")
 
 
@@ -397,7 +397,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
     files = {"backbone": BACKBONE, "head": b"new"}
     member._commit(new, files, member._about(3))
     doubts(scene, scene.store)
-    assert newest(reopened(scene)) == new  # it died before it was told that it is to save it again
+    assert newest(reopened(scene)) == new  # its owner died before it could repeat the save
     assert restored(scene.store, read_manifest(scene.store, new)) == files
 
 
@@ -419,13 +419,13 @@ def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkey
 
 def test_of_a_trial_that_is_not_there_nothing_is_put_aside_reinstated_or_collected() -> None:
     scene = training(SOURCE, CLONE)
-    nobody = TrialKey(experiment="nobodys", trial="t")
-    key, stamp = CheckpointKey(trial=nobody, step=1, sequence=1), scene.chronicle.stamp()
+    absent = TrialKey(experiment="nobodys", trial="t")
+    key, stamp = CheckpointKey(trial=absent, step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
-    assert quarantine(scene.store, nobody, {key: "damaged"}, stamp, side_by_side=map) == []
-    assert reinstate(scene.store, nobody, [key], stamp, side_by_side=map) == []
-    assert look_for_garbage(scene.store, nobody, side_by_side=map) == Collected("t")
-    assert collect_from(scene.store, nobody, stamp, side_by_side=map) == Collected("t")
+    assert quarantine(scene.store, absent, {key: "damaged"}, stamp, side_by_side=map) == []
+    assert reinstate(scene.store, absent, [key], stamp, side_by_side=map) == []
+    assert look_for_garbage(scene.store, absent, side_by_side=map) == Collected("t")
+    assert collect_from(scene.store, absent, stamp, side_by_side=map) == Collected("t")
     assert scene.store.objects == before
 
 
@@ -440,7 +440,7 @@ def test_with_a_live_manifest_unreadable_nothing_is_deleted_and_it_is_said_why()
 
 
 def answered(scene: Scene, *attempts: int) -> None:
-    """Tell attempts of the source, twice each, and leave a file among it that is nobody's."""
+    """Write two answers for each attempt of the source, and two foreign files beside them."""
     key = scene.members["s"].key
     for attempt in attempts:
         for step in (0, 3):

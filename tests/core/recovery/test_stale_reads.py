@@ -1,4 +1,4 @@
-"""What an owner or a reader misses because others deleted it is never called damage; what is damaged is."""
+"""Objects that others deleted during a read are never reported as damage; damaged objects are."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 STAMP = Stamp(write_id="removal", at="2026-11-23T08:00:00Z")
 OPERATIONS = 40
-"""More than the reader of any test here does before it ends."""
+"""More operations than the reader of any test here does."""
 
 
 def second_after(operations: int) -> Choice:
-    """Have the first process do so many operations, then the second one all of its own, then the first its rest."""
+    """The first process does `operations` operations, then the second runs to its end, then the rest of the first."""
     left = [operations]
 
     def choose(running: Sequence[int]) -> int:
@@ -48,7 +48,7 @@ def second_after(operations: int) -> Choice:
 
 
 def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last: Sequence[CheckpointKey] = ()) -> bool:
-    """Delete the experiment and die at write `nth`; of what is deleted at once, `last` goes last. Return if it died."""
+    """Delete the experiment, die at write `nth`; of one deletion, `last` goes last. Return whether it died."""
     kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
     dying = DyingStore(store, nth, way, only=WRITES)
     with suppress(Crash):
@@ -59,7 +59,7 @@ def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last:
 
 
 def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
-    """The scene after each write at which a deletion of its source's experiment may die."""
+    """The scene after each write at which deleting its source's experiment may die."""
     for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
         found = scene.again()
         if not removed_up_to(found.store, scene.members["s"].key.experiment, nth, way, found.doomed):
@@ -68,7 +68,7 @@ def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
 
 
 def superseded_owner() -> Session:
-    """An owner that has still to delete what it retired, when its successor has deleted all that it did not retire."""
+    """An owner with a retired checkpoint to delete, whose successor has deleted the owner's other checkpoints."""
     old = old_owner(3)
     successor = Session(old.store, old.witness, owner="successor", clearing="none")
     successor.open()
@@ -139,7 +139,7 @@ def test_the_owner_of_a_clone_lives_on_while_the_experiment_of_its_origin_is_bei
 
 
 def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
-    """A trial that retires and deletes all that it has, between any two operations of a reader."""
+    """A trial that retires and deletes all its checkpoints between any two operations of a reader."""
     begun = without_a_clone(own("e", "s"), own("e", "c"))
     for operations in range(OPERATIONS):
         scene = begun.again()

@@ -1,4 +1,4 @@
-"""Short ways to tell a schedule things, for tests that are about a few trials."""
+"""Short calls of a schedule's methods, for tests with few trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCORE = Objective(metrics=("score",), modes=("max",))
 
 
 class Asked:
-    """A schedule, told in few words."""
+    """A schedule with short calls of its methods."""
 
     def __init__(self, scheduler: Scheduler, objective: Objective = LOSS, seed: int = 0) -> None:
         self.schedule: Schedule = scheduler.begin(objective, seed)
@@ -28,7 +28,7 @@ class Asked:
         return self.schedule.decide(TrialReport(trial, report, config))
 
     def says(self, trial: str, step: int, value: float) -> str:
-        """Return only which kind of decision it is."""
+        """Report a value; return the type of the decision."""
         return self.report(trial, step, value).type
 
     def end(self, *trials: str) -> None:
@@ -36,7 +36,7 @@ class Asked:
             self.schedule.ended(trial)
 
     def resume(self) -> str | None:
-        """Give a slot to whoever is to have it."""
+        """Give a slot to the next trial, if any."""
         trial = self.schedule.resume_next()
         if trial is not None:
             self.schedule.resumed(trial)

@@ -1,4 +1,4 @@
-"""ASHA that promotes: Algorithm 2 of Li et al. 2020."""
+"""ASHA with promotion: Algorithm 2 of Li et al. 2020."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMOTION = ASHA(max_t=27, variant="promotion")
 
 
 def promotion(*losses: float, max_t: int = 27) -> Asked:
-    """Trials a, b, c, ... that have come to the first rung with these losses."""
+    """Trials a, b, c, ... that reached the first rung with these losses."""
     asked = Asked(ASHA(max_t=max_t, variant="promotion"))
     for trial, loss in zip("abcdefghijkl", losses, strict=False):
         asked.add(trial)
@@ -83,7 +83,7 @@ def test_who_was_judged_too_early_is_promoted_later() -> None:
 
 
 def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
-    """Algorithm 2 for one worker, as the paper has it: the trial and the rung of each job, in order."""
+    """Algorithm 2 of the paper for one worker: the trial and the rung of each job, in order."""
     rungs: list[list[tuple[int, int]]] = [[] for _ in losses[0]]
     promoted: list[set[int]] = [set() for _ in losses[0]]
     new = iter(range(len(losses)))
@@ -117,7 +117,7 @@ def test_jobs_are_those_of_the_papers_algorithm(losses: list[list[int]], factor:
     assert jobs[: len(expected)] == expected
 
 
-# ------------------------------------------------------------------------- late, twice, skipped, dead
+# ------------------------------------------------------------------------- late, repeated and skipped reports, deaths
 
 
 def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:
@@ -126,15 +126,15 @@ def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_l
     assert asked.says("a", 4, 0.1) == "pause"
     for trial in "bcd":
         asked.says(trial, 1, 0.5)
-    assert asked.resume_all() == ["b"]  # rung 1 has three, rung 3 has one
+    assert asked.resume_all() == ["b"]  # rung 1 has three trials, rung 3 has one
     assert asked.schedule.milestone("a", 4) == 9
 
 
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
     asked = promotion(0.1, 0.2, 0.3)
-    assert asked.says("a", 1, 0.9) == "pause"  # it died while it saved
+    assert asked.says("a", 1, 0.9) == "pause"  # the trial died during its save
     assert asked.resume_all() == ["a"]
-    assert asked.says("a", 1, 0.9) == "continue"  # it died after it was promoted
+    assert asked.says("a", 1, 0.9) == "continue"  # the trial died after its promotion
     assert asked.says("b", 1, 0.0) == "pause"
     assert asked.resume_all() == []
     assert asked.schedule.milestone("a", 0) == 3
@@ -151,7 +151,7 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is(
     assert asked.says("a", 3, 0.1) == "pause"
     asked.add("c")
     asked.says("c", 1, 0.3)
-    assert asked.resume_all() == []  # the best of three at rung 1 has gone on already
+    assert asked.resume_all() == []  # the best of three at rung 1 has already continued
     asked.end("a", "b", "c")
 
 
@@ -163,7 +163,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> 
     assert asked.says("c", 1, 0.0) == "continue"
 
 
-# ----------------------------------------------------------------------------- there is no new trial
+# ----------------------------------------------------------------------------- no new trial is left
 
 
 def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_others_worst_first() -> None:
@@ -171,7 +171,7 @@ def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_othe
     assert asked.resume_all() == ["b"]
     asked.schedule.exhausted()
     assert asked.schedule.resume_next() is None
-    assert asked.schedule.stop_next() is None  # "b" is training, and may yet be given up
+    assert asked.schedule.stop_next() is None  # "b" is running, and may still be given up
     assert asked.says("b", 3, 0.1) == "pause"
     assert asked.resume_all() == ["b"]
     assert isinstance(asked.report("b", 9, 0.1), Stop)

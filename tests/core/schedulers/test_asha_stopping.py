@@ -1,4 +1,4 @@
-"""ASHA that stops, as Ray's AsyncHyperBandScheduler does."""
+"""ASHA with early stopping, like Ray's AsyncHyperBandScheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.schedulers.asking import LOSS, SCORE, Asked
 
 
 def milestones(asked: Asked, trial: str) -> list[int]:
-    """The steps at which a trial is asked that never dies and is always good enough."""
+    """The milestones of a trial that never dies and is always good enough."""
     steps, step = [], 0
     while (milestone := asked.schedule.milestone(trial, step)) is not None:
         steps.append(milestone)
@@ -83,7 +83,7 @@ def test_who_stops_is_whom_rays_rule_stops(losses: list[int], factor: float) -> 
         said = asked.says(f"t{number}", 1, loss)
         cutoff = np.nanpercentile(rewards, (1 - 1 / factor) * 100) if rewards else None
         rewards.append(-loss)
-        if cutoff is None or abs(-loss - cutoff) > 1e-9:  # numpy rounds otherwise
+        if cutoff is None or abs(-loss - cutoff) > 1e-9:  # numpy rounds differently
             assert said == ("stop" if cutoff is not None and -loss < cutoff else "continue")
 
 
@@ -91,7 +91,7 @@ def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_l
     asked = Asked(ASHA(max_t=27))
     asked.add("late", "a", "b", "c")
     assert asked.says("late", 5, 0.1) == "continue"
-    assert asked.says("a", 1, 0.9) == "continue"  # the first at rung 1
+    assert asked.says("a", 1, 0.9) == "continue"  # the first trial at rung 1
     assert asked.says("b", 3, 0.2) == "stop"  # worse than "late" at rung 3
     assert asked.says("c", 3, 0.05) == "continue"
     assert asked.schedule.milestone("late", 5) == 9
@@ -104,7 +104,7 @@ def test_steps_that_are_trained_again_are_not_asked_about_and_not_counted_twice(
     assert asked.schedule.milestone("a", 0) == 9
     for step in (1, 2, 3, 8):
         assert asked.says("a", step, 0.01) == "continue"
-    assert asked.says("b", 3, 0.4) == "continue"  # 0.01 would have stopped it
+    assert asked.says("b", 3, 0.4) == "continue"  # a counted 0.01 would have stopped it
 
 
 def test_who_was_stopped_and_asks_again_is_stopped_again() -> None:

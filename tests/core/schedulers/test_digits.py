@@ -1,4 +1,4 @@
-"""What each scheduler saves on 160 recorded trainings, in 200 orders."""
+"""The training time that each scheduler saves on 160 recorded trainings, in 200 orders."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ORDERS = 200
 
 @dataclass(frozen=True)
 class Figures:
-    """Over all orders, with one trial at a time."""
+    """Results over all orders, with one trial at a time."""
 
     budget: float
-    """Of all epochs of all configurations, the share that was trained."""
+    """The trained share of all epochs of all configurations."""
     probability: float
-    """Of training one of the best configurations to the end."""
+    """The probability to train one of the best configurations to the end."""
     epochs_to_target: float
-    """Until one of them was, at the median."""
+    """The median number of epochs until one of them was trained to the end."""
 
 
 def searches(scheduler: Scheduler, orders: int) -> Sequence[Outcome]:

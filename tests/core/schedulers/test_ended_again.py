@@ -1,4 +1,4 @@
-"""A trial that is tried again is added again and ends again: to a scheduler that is as if it had ended once."""
+"""A retried trial is added and ends again; for a scheduler that equals a single end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 def trained(scheduler: Scheduler, *, again: int) -> Asked:
-    """One of them ended at its first milestone, and `again` as often as that."""
+    """Trials, one of which ended at its first milestone, and was added and ended `again` more times."""
     asked = Asked(scheduler)
     asked.add(*TRIALS, config={"x": 0.5})
     for loss, trial in enumerate(TRIALS):

@@ -11,7 +11,7 @@ def test_nobody_is_ever_asked_paused_or_stopped() -> None:
     asked = Asked(FIFO())
     asked.add("a", "b")
     assert asked.schedule.milestone("a", 0) is None
-    assert asked.report("a", 1, float("nan")) == Continue()  # there may be no metric at all
+    assert asked.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
     asked.schedule.resumed("a")
     asked.schedule.exhausted()
     asked.end("a")

@@ -1,4 +1,4 @@
-"""Hyperband: brackets of Li et al. 2018, halved in step."""
+"""Hyperband: the brackets of Li et al. 2018, with synchronous halving."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_everybody_waits_for_the_last_of_the_bracket() -> None:
     assert asked.report("t0", 1, 0.5) == Pause(reason="waits at step 1 for 1 others to be compared with")
     assert (asked.resume_all(), asked.stop_all()) == ([], [])
     assert asked.says("t8", 1, 0.9) == "stop"
-    assert asked.resume_all() == ["t0", "t1", "t2"]  # the first of equal ones
+    assert asked.resume_all() == ["t0", "t1", "t2"]  # the first of equal trials
     assert asked.stop_all() == ["t3", "t4", "t5", "t6", "t7"]
 
 
@@ -102,7 +102,7 @@ def test_the_next_trials_fill_the_next_bracket_while_the_one_before_is_decided_a
     assert first == [1] * 9 + [3] * 5 + [9] * 3 + [1] * 9
 
 
-# --------------------------------------------------------------------------------- late, twice, dead
+# --------------------------------------------------------------------------------- late and repeated reports, deaths
 
 
 def test_who_died_before_a_rung_leaves_its_place_empty_and_is_waited_for_no_longer() -> None:
@@ -167,7 +167,7 @@ def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_befo
     reach(asked, 1, {trial: number / 10 for number, trial in enumerate(NINE) if number})
     assert asked.says("t0", 1, 0.0) == "stop"
     asked.end("t0")
-    assert asked.says("t2", 1, 0.9) == "pause"  # promoted, and waits for a slot
+    assert asked.says("t2", 1, 0.9) == "pause"  # promoted, waits for a slot
     assert asked.resume_all() == ["t1", "t2", "t3"]
     assert asked.says("t2", 1, 0.9) == "continue"
 
@@ -185,7 +185,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> 
     assert set(reach(asked, 1, dict.fromkeys(NINE[1:], 0.5)).values()) == {"pause"}
 
 
-# ------------------------------------------------------------------------------ there is no new trial
+# ------------------------------------------------------------------------------ no new trial is left
 
 
 def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> None:
@@ -193,7 +193,7 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
     asked.add(*NINE[:7])
     reach(asked, 1, {trial: 1 - number / 10 for number, trial in enumerate(NINE[:6])})
     asked.schedule.exhausted()
-    assert asked.resume_all() == []  # the seventh is on its way
+    assert asked.resume_all() == []  # the seventh trial is still running
     assert asked.report("t6", 1, 2.0) == Pause(reason="waits at step 1 for 2 others to be compared with")
     assert asked.stop_all() == []
     assert asked.resume_all() == ["t5", "t4"]

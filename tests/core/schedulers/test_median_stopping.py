@@ -15,7 +15,7 @@ from tests.core.schedulers.asking import SCORE, Asked
 
 
 def three_others(rule: MedianStopping, steps: int = 4) -> Asked:
-    """Trials a, b and c, that have reported 0.1, 0.2 and 0.3 at each step, and x, that has not begun."""
+    """Trials a, b and c, which reported 0.1, 0.2 and 0.3 at each step, and x, which has not begun."""
     asked = Asked(rule)
     asked.add("a", "b", "c", "x")
     for step in range(1, steps + 1):
@@ -93,7 +93,7 @@ def test_who_comes_by_other_steps_is_compared_with_where_it_stood_before() -> No
     asked.add("a", "x")
     asked.says("a", 2, 0.5)
     asked.says("a", 12, 0.1)
-    assert asked.says("x", 1, 0.9) == "continue"  # "a" had shown nothing by then
+    assert asked.says("x", 1, 0.9) == "continue"  # "a" had reported nothing by then
     assert asked.says("x", 7, 0.6) == "stop"
 
 
@@ -138,7 +138,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> 
 def test_who_stops_is_whom_the_rule_of_the_paper_stops(
     data: st.DataObject, grace: int, samples: int, stride: int
 ) -> None:
-    """The rule in plain words, over all reports at once. Every trial reports at a stride of its own."""
+    """The paper's rule, computed over all reports at once. Each trial reports at its own stride."""
     asked = Asked(MedianStopping(grace_period=grace, min_samples_required=samples))
     strides = {f"t{number}": data.draw(st.integers(1, stride)) for number in range(5)}
     asked.add(*strides)
@@ -175,7 +175,7 @@ def test_who_has_too_few_to_be_compared_with_gives_its_slot_away_after_its_time_
     asked.add("a")
     assert asked.says("a", 1, 0.5) == "continue"
     assert asked.report("a", 2, 0.5) == Pause(reason="waits at step 2 for others to be compared with")
-    assert asked.says("a", 2, 0.5) == "pause"  # it died while it saved
+    assert asked.says("a", 2, 0.5) == "pause"  # the trial died during its save
     assert asked.resume_all() == []
 
 
@@ -186,7 +186,7 @@ def test_who_has_given_its_slot_away_gets_one_when_there_are_enough_to_compare_i
     assert asked.resume_all() == []
     assert asked.says("c", 2, 0.25) == "continue"
     assert asked.resume_all() == ["a", "b"]
-    assert asked.says("a", 3, 0.1) == "continue"  # a slice of its own begins
+    assert asked.says("a", 3, 0.1) == "continue"  # its own time slice begins
 
 
 def test_who_has_given_its_slot_away_gets_one_when_there_is_no_new_trial_the_least_trained_first() -> None:

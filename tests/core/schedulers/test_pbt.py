@@ -19,7 +19,7 @@ MUTATIONS = {"lr": uniform(0, 1)}
 
 
 def population(size: int = 4, **rule: object) -> Asked:
-    """A population of trials a, b, c, ... with learning rates 0.1, 0.2, 0.3, ..., that all run."""
+    """A population of running trials a, b, c, ... with learning rates 0.1, 0.2, 0.3, ..."""
     asked = Asked(PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **rule}))
     for number, trial in enumerate("abcdefghijkl"[:size]):
         asked.add(trial, config={"lr": (number + 1) / 10, "width": number})
@@ -28,7 +28,7 @@ def population(size: int = 4, **rule: object) -> Asked:
 
 
 def report_and_go_on(asked: Asked, step: int, losses: Mapping[str, float]) -> dict[str, str]:
-    """Report at a milestone, with a slot for everybody."""
+    """Report at a milestone, with a slot for each trial."""
     said = {}
     for trial, loss in losses.items():
         said[trial] = asked.says(trial, step, loss)
@@ -114,7 +114,7 @@ def test_who_has_exploited_is_nobodys_source_until_its_new_weights_are_evaluated
     asked.says("a", 5, 0.1)
     asked.resume_all()
     assert asked.says("b", 5, 0.2) == "exploit"
-    assert asked.says("a", 10, 0.9) == "pause"  # "b" would be better, and has shown nothing
+    assert asked.says("a", 10, 0.9) == "pause"  # "b" would be better, but has reported nothing
     asked.resume_all()
     assert asked.says("b", 10, 0.1) == "pause"
     assert asked.report("a", 15, 0.8).type == "exploit"
@@ -157,16 +157,16 @@ def test_who_has_ended_is_neither_source_nor_compared_with() -> None:
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
     asked = population(2)
     asked.says("a", 5, 0.1)
-    assert asked.says("a", 5, 0.9) == "pause"  # it died while it saved
+    assert asked.says("a", 5, 0.9) == "pause"  # the trial died during its save
     assert asked.resume_all() == ["a"]
-    assert asked.says("a", 5, 0.9) == "continue"  # it died after it had its slot again
+    assert asked.says("a", 5, 0.9) == "continue"  # the trial died after it got its slot back
     exploit = asked.report("b", 5, 0.2)
     assert isinstance(exploit, Exploit)
     assert exploit.source == "a"
 
 
 def test_after_an_exploit_the_steps_of_the_source_count() -> None:
-    """The source may be behind: what is reported then at the same steps is reported by other weights."""
+    """The source may be behind: later reports at the same steps come from other weights."""
     asked = population(2)
     asked.says("a", 5, 0.1)
     asked.resume_all()
@@ -199,7 +199,7 @@ def test_a_population_larger_than_its_slots_takes_turns_and_all_of_it_is_in_the_
     asked = Asked(PBT(5, MUTATIONS))
     asked.add("a", "b", config={"lr": 0.5})
     assert asked.report("a", 5, 0.1) == Pause(reason="at step 5 its turn is over")
-    assert asked.resume_all() == []  # a new trial is to have the slot
+    assert asked.resume_all() == []  # a new trial gets the slot
     asked.add("c", config={"lr": 0.5})
     asked.says("c", 5, 0.05)
     asked.schedule.exhausted()
@@ -218,7 +218,7 @@ def test_a_turn_is_over_after_one_exploit_when_others_wait() -> None:
     assert asked.says("c", 10, 0.9) == "pause"
     assert asked.resume_all() == ["a", "b", "c"]
     assert asked.says("c", 15, 0.9) == "exploit"
-    assert asked.says("c", 20, 0.9) == "exploit"  # nobody waits
+    assert asked.says("c", 20, 0.9) == "exploit"  # no trial waits
 
 
 # ------------------------------------------------------------------------- Jaderberg et al., Figure 2

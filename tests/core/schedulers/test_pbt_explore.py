@@ -1,4 +1,4 @@
-"""How PBT changes a configuration."""
+"""How PBT perturbs a configuration."""
 
 from __future__ import annotations
 

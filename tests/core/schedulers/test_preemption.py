@@ -1,4 +1,4 @@
-"""ASHA on 25 workers that are preempted (the simulation of Li et al. 2020, Appendix A.1): eta 4, R 256."""
+"""ASHA on 25 preempted workers (the simulation of Li et al. 2020, Appendix A.1): eta 4, R 256."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREEMPTED = replace(CALM, death_probability=0.01)
 
 @dataclass(frozen=True)
 class Draws:
-    """Each configuration has one loss, whenever it is asked."""
+    """A benchmark in which each configuration has one constant loss."""
 
     def begin(self, config: Config) -> State:
         del config
@@ -42,7 +42,7 @@ def configs(seed: int) -> Iterator[Config]:
 
 
 def full_trainings(world: World, seeds: int, variant: str = "promotion") -> float:
-    """How many trials are trained to R in 2000 units of time, on average."""
+    """The mean number of trials that are trained to R in 2000 units of time."""
     asha = ASHA(R, reduction_factor=4, variant=variant)
     runs = (
         VirtualRun(asha.begin(LOSS, seed), Draws(), configs(seed), replace(world, seed=seed)) for seed in range(seeds)
@@ -65,7 +65,7 @@ def test_preempted_workers_yield_nine_tenths_at_least_whatever_the_variant(varia
 
 
 def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
-    """Without, a trial that dies is lost: the simulation does kill."""
+    """Without checkpoints, a trial that dies is lost: proof that the simulation kills trials."""
     lost = full_trainings(replace(PREEMPTED, saves_every=0, deaths_allowed=0), 1)
     record_property("figure: full trainings in the preemption simulation, without checkpoints", lost)
     assert lost <= 10

@@ -1,4 +1,4 @@
-"""Whole experiments in random worlds: nobody is forgotten, nothing hangs, and a replay ends in the same state."""
+"""Simulated experiments: no trial is forgotten, nothing hangs, and a replay ends in the same state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=
 worlds = st.builds(
     World,
     slots=st.integers(1, 6),
-    max_steps=st.sampled_from([5, 20, 30]),  # ends before, between and after the last rungs
+    max_steps=st.sampled_from([5, 20, 30]),  # before, between and after the last rungs
     death_probability=st.sampled_from([0.0, 0.02, 0.2]),
     saves_every=st.sampled_from([0, 1, 4]),
     reports_every=st.sampled_from([1, 1, 3, 10, 40]),
@@ -88,23 +88,23 @@ def test_a_thousand_experiments_come_to_their_ends(scheduler: Scheduler, world: 
 
 
 def replays(scheduler: Scheduler, world: World, trials: int) -> None:
-    """A schedule that is told what a journal holds, and is asked nothing, is where the first one was."""
+    """Replaying any prefix of the recorded calls yields the same state and the same later answers."""
     recorded, _ = run(scheduler, world, trials)
     for cut in range(len(recorded.told) + 1):
-        fresh = retold(scheduler.begin(LOSS, world.seed), recorded.told[:cut])
+        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.told[:cut])
         if cut:
-            by_then = [told.arguments[0] for told in recorded.told[:cut] if told.name == "added"]
+            by_then = [call.arguments[0] for call in recorded.told[:cut] if call.name == "added"]
             assert would_answer(fresh, by_then) == recorded.told[cut - 1].state
-        for told in recorded.told[cut:]:
-            assert told.to(fresh) == told.answer
+        for call in recorded.told[cut:]:
+            assert call.to(fresh) == call.answer
 
 
-def retold(fresh: Schedule, history: list[Told]) -> Schedule:
-    """That there are no more trials is no part of a history: it is found out again."""
-    for told in history:
-        if told.name != "exhausted":
-            told.to(fresh)
-    last = [told.name for told in history if told.name in {"added", "exhausted"}][-1:]
+def replayed(fresh: Schedule, history: list[Told]) -> Schedule:
+    """Replay recorded calls; "exhausted" is not journaled, so it is repeated only at the end."""
+    for call in history:
+        if call.name != "exhausted":
+            call.to(fresh)
+    last = [call.name for call in history if call.name in {"added", "exhausted"}][-1:]
     if last == ["exhausted"]:
         fresh.exhausted()
     return fresh
@@ -138,11 +138,11 @@ def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
 ) -> None:
     recorded, _ = run(scheduler, world, trials)
     twice = scheduler.begin(LOSS, world.seed)
-    for told in recorded.told:
-        answer: Any = told.to(twice)
-        assert answer == told.answer
-        if told.name == "decide" and answer.type != "exploit":  # after one it is another trial that asks
-            again: Any = told.to(twice)
+    for call in recorded.told:
+        answer: Any = call.to(twice)
+        assert answer == call.answer
+        if call.name == "decide" and answer.type != "exploit":  # after an exploit the next call is of another trial
+            again: Any = call.to(twice)
             assert again.type == answer.type
 
 

@@ -35,7 +35,7 @@ def drawn(domain: Range) -> list[float]:
 
 
 def farthest_from(distribution: Callable[[float], float], values: list[float]) -> float:
-    """The distance of Kolmogorov and Smirnov, times the root of the count: above 1.95 once in a thousand."""
+    """The Kolmogorov-Smirnov distance times the root of the count: above 1.95 once in a thousand runs."""
     ranked = enumerate(sorted(values))
     gaps = [max((rank + 1) / COUNT - distribution(value), distribution(value) - rank / COUNT) for rank, value in ranked]
     return max(gaps) * math.sqrt(COUNT)

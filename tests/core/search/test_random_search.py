@@ -31,7 +31,7 @@ def proposed_by(proposals: Proposals, first: int = 0, count: int = 100) -> Itera
 
 
 def resumed(search: RandomSearch, space: Config, earlier: Sequence[Config], seed: int = 1) -> Proposals:
-    """Begin anew and tell what a journal kept: JSON, with its keys in another order."""
+    """Begin again and replay the journal's configurations, as JSON with its keys in another order."""
     proposals = search.begin(space, None, seed)
     for number, config in enumerate(json.loads(json.dumps(earlier, sort_keys=True))):
         proposals.recall(number, config)

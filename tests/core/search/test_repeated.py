@@ -15,20 +15,20 @@ from prefect_tune.core.search.repeated import Repeated
 SPACE = {"lr": uniform(0, 1)}
 
 
-class Listening(Search):
-    """Proposes nothing, and notes down what it hears."""
+class RecordingSearch(Search):
+    """Proposes nothing, and records the ended trials."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[int, StepReport | None, bool]] = []
+        self.ended: list[tuple[int, StepReport | None, bool]] = []
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
         del space, objective, seed
-        return Heard(self.heard)
+        return RecordingProposals(self.ended)
 
 
-class Heard(Proposals):
-    def __init__(self, heard: list[tuple[int, StepReport | None, bool]]) -> None:
-        self._heard = heard
+class RecordingProposals(Proposals):
+    def __init__(self, ended: list[tuple[int, StepReport | None, bool]]) -> None:
+        self._ended = ended
 
     def suggest(self, number: int) -> Suggestion:
         return Exhausted(f"nothing for {number}")
@@ -37,7 +37,7 @@ class Heard(Proposals):
         raise NotImplementedError
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        self._heard.append((number, last, failed))
+        self._ended.append((number, last, failed))
 
 
 def configs_of(proposals: Proposals, first: int, last: int) -> list[Mapping[str, object]]:
@@ -72,22 +72,22 @@ def test_whoever_resumes_within_the_repetitions_goes_on_with_them(index_as: str 
 
 
 def test_the_search_hears_the_mean_once_all_repetitions_are_over() -> None:
-    search = Listening()
+    search = RecordingSearch()
     proposals = Repeated(search, 3).begin(SPACE, None, 1)
     proposals.ended(4, StepReport(step=2, metrics={"loss": 1.0}), failed=False)
     proposals.ended(0, StepReport(step=4, metrics={"loss": 1.0, "n": 3, "text": "a"}, trained_seconds=2), failed=False)
     proposals.ended(2, StepReport(step=2, metrics={"loss": 2.0, "text": "b"}, trained_seconds=4), failed=False)
-    assert search.heard == []
+    assert search.ended == []
     proposals.ended(1, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
-    assert search.heard == [(0, StepReport(step=4, metrics={"loss": 1.5}, trained_seconds=3), False)]
+    assert search.ended == [(0, StepReport(step=4, metrics={"loss": 1.5}, trained_seconds=3), False)]
 
 
 def test_the_search_hears_of_a_failure_when_no_repetition_succeeded() -> None:
-    search = Listening()
+    search = RecordingSearch()
     proposals = Repeated(search, 2).begin(SPACE, None, 1)
     proposals.ended(3, None, failed=False)
     proposals.ended(2, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
-    assert search.heard == [(1, None, True)]
+    assert search.ended == [(1, None, True)]
 
 
 def test_what_cannot_be_repeated_is_refused() -> None:
@@ -98,31 +98,31 @@ def test_what_cannot_be_repeated_is_refused() -> None:
 
 
 def test_a_repetition_that_is_tried_again_counts_once_and_the_mean_is_told_again() -> None:
-    search = Listening()
+    search = RecordingSearch()
     proposals = Repeated(search, 2).begin(SPACE, None, 1)
     proposals.ended(0, None, failed=True)
     proposals.ended(0, StepReport(step=1, metrics={"loss": 4.0}), failed=False)
-    assert search.heard == []
+    assert search.ended == []
     proposals.ended(1, StepReport(step=1, metrics={"loss": 2.0}), failed=False)
     proposals.ended(1, StepReport(step=2, metrics={"loss": 0.0}), failed=False)
-    assert [(number, report.metrics) for number, report, _ in search.heard if report] == [
+    assert [(number, report.metrics) for number, report, _ in search.ended if report] == [
         (0, {"loss": 3.0}),
         (0, {"loss": 2.0}),
     ]
 
 
 def test_what_others_found_is_told_to_the_search_that_is_repeated_without_the_count() -> None:
-    class Learning(Heard):
+    class Learning(RecordingProposals):
         def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-            self._heard.append((dict(config), last, stopped))
+            self._ended.append((dict(config), last, stopped))
             return True
 
-    class Search(Listening):
+    class Search(RecordingSearch):
         def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
             del space, objective, seed
-            return Learning(self.heard)
+            return Learning(self.ended)
 
     search, report = Search(), StepReport(step=1, metrics={"loss": 1.0})
     proposals = Repeated(search, 2, index_as="seed").begin(SPACE, None, 1)
     assert proposals.learn({"lr": 0.5, "seed": 1}, report, stopped=True)
-    assert str(search.heard) == str([({"lr": 0.5}, report, True)])
+    assert str(search.ended) == str([({"lr": 0.5}, report, True)])

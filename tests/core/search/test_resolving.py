@@ -37,7 +37,7 @@ def seeded(seed: int) -> Draw:
 
 
 def noted(asked: list[str], value: object) -> Callable[..., Any]:
-    """A function of anything that returns `value`, and notes down its first argument."""
+    """A function that returns `value` and records its first argument."""
 
     def note(name: object, *_: object) -> object:
         asked.append(str(name))
@@ -47,7 +47,7 @@ def noted(asked: list[str], value: object) -> Callable[..., Any]:
 
 
 def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
-    """Resolve with these draws; a name that is not among them is not expected to be drawn."""
+    """Resolve with these draws; any other draw is an error."""
     return resolve(valid_space(space), lambda name, _: drawn[name])
 
 
@@ -183,7 +183,7 @@ def test_what_is_fixed_is_not_drawn() -> None:
     assert resolve(space, lambda name, _: {"a": 0}[name], {"b": 7}) == {"a": 1, "b": 7}
 
 
-# ---------------------------------------------------------------------------------------- functions of the others
+# ------------------------------------------------------------------------------- functions of other parameters
 
 
 def test_a_function_reads_what_is_resolved_wherever_it_stands() -> None:

@@ -1,4 +1,4 @@
-"""Reading back what was just sealed is reading it from the target, for less."""
+"""A document just sealed equals the same document read from the target, without the cost of the read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAYABLE = st.recursive(
 
 
 class Held(Document):
-    """Keys on both sides of the digest's."""
+    """A document with keys before and after the digest's key."""
 
     format: Literal["test/held"] = "test/held"
     version: Literal[1] = 1
@@ -42,7 +42,7 @@ class Early(Document):
 
 
 class Late(Document):
-    """No key before the digest's."""
+    """A document without a key before the digest's key."""
 
     format: Literal["test/late"] = "test/late"
     version: Literal[1] = 1
