@@ -61,7 +61,7 @@ def test_what_a_float_holds_is_finite(number: Any) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda number: objective_of("loss", "min").loss({"loss": number}, "here"),  # type: ignore[union-attr]  # a float
+        lambda number: objective_of("loss", "min").loss({"loss": number}, "here"),  # type: ignore[union-attr]  # an objective is given
         lambda number: uniform(0, number),
         lambda number: randint(0, number),
         lambda number: grid_search([number]),
