@@ -69,8 +69,8 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
     )
     returned = time.monotonic()
     done = [each.step for each in results.trials.values() if not results.errors]
-    told = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
-    (room / "told.json").write_text(json.dumps({**told, "reports": sum(done), "cpu": time.process_time()}))
+    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
+    (room / "measured.json").write_text(json.dumps({**measured, "reports": sum(done), "cpu": time.process_time()}))
 
 
 if __name__ == "__main__":

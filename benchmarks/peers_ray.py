@@ -84,8 +84,8 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
     results = tuner.fit()
     returned = time.monotonic()
     done = [each.metrics["training_iteration"] for each in results if not results.errors]
-    told = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
-    (room / "told.json").write_text(json.dumps({**told, "reports": sum(done)}))
+    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
+    (room / "measured.json").write_text(json.dumps({**measured, "reports": sum(done)}))
 
 
 if __name__ == "__main__":

@@ -52,4 +52,4 @@ def _run_in(context: Context, number: int) -> int:
 
 if __name__ == "__main__":
     {"submitted": submitted, "short": short}[sys.argv[1]](int(sys.argv[2]))
-    Path(sys.argv[3], "told.json").write_text(json.dumps({"cpu": time.process_time()}))
+    Path(sys.argv[3], "measured.json").write_text(json.dumps({"cpu": time.process_time()}))

@@ -47,18 +47,18 @@ def _show_nothing(subscribers: ModuleType) -> None:
     """Take away report, progress, live status, events and assets; everything else stays as it is."""
     from prefect_tune.monitoring.search_observer import ObserverGroup
 
-    class Nobody(ObserverGroup):
+    class NoObservers(ObserverGroup):
         def conclude(self) -> None:
             pass
 
     @contextmanager
-    def unheard(*_: object) -> Iterator[Nobody]:
-        yield Nobody()
+    def no_observers(*_: object) -> Iterator[NoObservers]:
+        yield NoObservers()
 
     for name in ("EventEmitter", "Reporter"):
         setattr(subscribers, name, lambda *_: None)
     for name in ("emitting_events", "reported", "LiveStatusObserver"):
-        setattr(subscribers, name, unheard)
+        setattr(subscribers, name, no_observers)
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
@@ -80,7 +80,7 @@ def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:
         max_concurrent_trials=2,
     )
     done = sum(each.step for each in results.trials.values())
-    (room / "told.json").write_text(json.dumps({"seconds": time.monotonic() - called, "steps": done}))
+    (room / "measured.json").write_text(json.dumps({"seconds": time.monotonic() - called, "steps": done}))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _run(way: Way, attempts: int, *, at_once: int = 1) -> tuple[float, list[floa
 
 def _cpu_seconds() -> float:
     """Of this process, and of all those below it that have ended and were waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 

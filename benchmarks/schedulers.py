@@ -124,11 +124,11 @@ def decided(scheduler: Scheduler, trials: int) -> tuple[float, float]:
     world = World(slots=SLOTS, max_steps=27 if isinstance(scheduler, PBT) else 82)
     VirtualRun(listening, Noise(), configs(trials), world).run()
     end = max(at for at, (name, _) in enumerate(listening.calls) if name == "added")
-    told = [call for call in listening.calls if call[0] in CHANGES]
+    changes = [call for call in listening.calls if call[0] in CHANGES]
     gc.collect()
     gc.freeze()
     per_decision = min(_per_decision_us(scheduler, listening.calls[:end]) for _ in range(REPEATS))
-    again = min(_seconds(scheduler.begin(LOSS, 0), told) for _ in range(REPEATS))
+    again = min(_seconds(scheduler.begin(LOSS, 0), changes) for _ in range(REPEATS))
     gc.unfreeze()
     return per_decision, again
 

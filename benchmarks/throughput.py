@@ -100,26 +100,26 @@ def _searched(peer: Peer, work: Workload, room: Path) -> Measured:
         ended = time.monotonic()
         group.require_empty()
         cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
-        told = _told(Path(folder), work, code)
-    loop = told["returned"] - told["first"]
+        measured = _measured(Path(folder), work, code)
+    loop = measured["returned"] - measured["first"]
     return Measured(
         trials_per_second=work.trials / loop,
         reports_per_second=work.trials * work.reports / loop,
-        first_after_start=told["first"] - began,
-        first_after_call=told["first"] - told["called"],
+        first_after_start=measured["first"] - began,
+        first_after_call=measured["first"] - measured["called"],
         whole=ended - began,
         cpu=cpu,
     )
 
 
-def _told(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
+def _measured(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
     try:
-        told: Mapping[str, float] = json.loads((folder / "told.json").read_text())
+        measured: Mapping[str, float] = json.loads((folder / "measured.json").read_text())
     except FileNotFoundError:
         raise RuntimeError(f"{work}: exited with code {code}: {(folder / 'log').read_text()[-3000:]}") from None
-    if (told["trials"], told["reports"]) != (work.trials, work.trials * work.reports):
-        raise RuntimeError(f"{work}: not all of it was done: {told}")
-    return told
+    if (measured["trials"], measured["reports"]) != (work.trials, work.trials * work.reports):
+        raise RuntimeError(f"{work}: not all trials were done: {measured}")
+    return measured
 
 
 # ------------------------------------------------------------------------------------------------- the surroundings
@@ -163,8 +163,8 @@ def _ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
 
 @contextmanager
 def _running(group: CpuGroup, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
-    nobody = subprocess.DEVNULL
-    process = subprocess.Popen(group.inside(command), env=environment, stdout=nobody, stderr=nobody)
+    devnull = subprocess.DEVNULL
+    process = subprocess.Popen(group.inside(command), env=environment, stdout=devnull, stderr=devnull)
     try:
         yield
     finally:
@@ -179,7 +179,7 @@ def _wait_for(port: int) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
-    raise RuntimeError(f"nobody listens on port {port}")
+    raise RuntimeError(f"no process listens on port {port}")
 
 
 # ------------------------------------------------------------------------------------------------------- the tables

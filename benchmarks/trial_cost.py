@@ -100,7 +100,7 @@ def _used(server: Peer, work: _Work, count: int, room: Path) -> Sequence[float]:
             raise RuntimeError((folder / "log").read_text()[-3000:])
         group.require_empty()
         time.sleep(_RECORDED_AFTER_SECONDS)
-        own = json.loads((folder / "told.json").read_text())["cpu"]
+        own = json.loads((folder / "measured.json").read_text())["cpu"]
         seconds = (own, group.cpu_seconds() - own, server.server.cpu_seconds() - served)
     rows = [after - before for after, before in zip(_stored(server), stored, strict=True)]
     return [*(1000 * each for each in seconds), *rows]

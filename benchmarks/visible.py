@@ -52,12 +52,12 @@ def _searched(server: Peer, shown: str, units: int) -> Mapping[str, float]:
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])
         group.require_empty()
-        told = json.loads(Path(room, "told.json").read_text())
-        if told["steps"] != TRIALS * STEPS:
-            raise RuntimeError(f"not all of it was done: {told}")
+        measured = json.loads(Path(room, "measured.json").read_text())
+        if measured["steps"] != TRIALS * STEPS:
+            raise RuntimeError(f"not all trials were done: {measured}")
         searching, serving = group.cpu_seconds(), server.server.cpu_seconds() - served
         return {
-            "seconds of the search": told["seconds"],
+            "seconds of the search": measured["seconds"],
             "CPU seconds of its processes": searching,
             "CPU seconds of the server": serving,
             "CPU seconds in all": searching + serving,

@@ -134,11 +134,11 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
     assert html.startswith("<!doctype html>")
     assert "<h2>Best: trial 00003</h2>" in html
     assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
-    told = json.loads(run("report", moods, "moods", "--json").out)
-    assert (told["best"][0]["trial"], told["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})
-    assert [each["trial"] for each in told["errors"]] == ["00000", "00002"]
-    assert told["cost"]["sent_bytes"] > 0
-    assert told["runs"][0]["attempts"] == 4
+    report = json.loads(run("report", moods, "moods", "--json").out)
+    assert (report["best"][0]["trial"], report["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})
+    assert [each["trial"] for each in report["errors"]] == ["00000", "00002"]
+    assert report["cost"]["sent_bytes"] > 0
+    assert report["runs"][0]["attempts"] == 4
 
 
 def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path
     assert done.code == 1
     assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
     assert done.out == "steps 2, 6: 9.54 MiB in 4 files, whole\n"
-    told = run("verify", target, "digits", "--json")
-    assert (told.code, told.err) == (1, "")
-    assert [row["damage"] is None for row in json.loads(told.out)] == [True, False, True]
+    verified = run("verify", target, "digits", "--json")
+    assert (verified.code, verified.err) == (1, "")
+    assert [row["damage"] is None for row in json.loads(verified.out)] == [True, False, True]
 
 
 def test_verify_prints_damage_also_if_the_target_fails_later(

@@ -34,9 +34,9 @@ def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Pa
     shutil.rmtree(tmp_path / "moods" / "results")  # between two trials, or killed before it could publish them
     done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
     assert done.code == 1
-    told = json.loads(done.out)
-    assert (told["status"], "no run has answered" in told["message"]) == ("unanswered", True)
-    assert "a run that begins later is not stopped by this" in told["message"]
+    answer = json.loads(done.out)
+    assert (answer["status"], "no run has answered" in answer["message"]) == ("unanswered", True)
+    assert "a run that begins later is not stopped by this" in answer["message"]
     assert len(list((tmp_path / "moods" / "requests").iterdir())) == 1
 
 

@@ -44,7 +44,7 @@ def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
 
 
 def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
@@ -54,7 +54,7 @@ def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_it
     resumed = FarSearch(target)
     resumed.stop(TRIAL)
     running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
-    assert attempt.told() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
+    assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
     assert (running.trial(TRIAL).phase, running.trial(TRIAL).step) == (Phase.RUNNING, 2)
 
 
@@ -63,7 +63,7 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
     FarSearch(target, samples=2).live(nothing, *(each.starts for each in attempts), nothing)
     resumed = FarSearch(target, samples=2, limits=limits_of(1))
     resumed.live(nothing, resumed.stop, nothing)
-    assert [each.told() for each in attempts] == [StopAndSave()] * 2
+    assert [each.answer() for each in attempts] == [StopAndSave()] * 2
     assert resumed.machines.is_withdrawn
 
 
@@ -91,7 +91,7 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     FarSearch(target, before).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
     resumed = FarSearch(target, now)
     state = resumed.live(nothing, lambda: attempt.reports(*reports, asks=True), nothing, nothing)
-    assert attempt.told(reports[-1]) == answer
+    assert attempt.answer(reports[-1]) == answer
     assert [each.report.step for each in state.trial(TRIAL).past if each.report] == decided
 
 
@@ -129,10 +129,10 @@ def test_one_that_was_to_exploit_another_and_was_not_told_leaves_for_it(
 
     monkeypatch.setattr(RemoteExecutor, "answer", dies)
     died = FarSearch(target, Exploiting()).live(nothing, attempt.starts, lambda: attempt.saves(2, asks=True), nothing)
-    assert (died.trial(TRIAL).exploits is not None, attempt.told(2)) == (True, None)
+    assert (died.trial(TRIAL).exploits is not None, attempt.answer(2)) == (True, None)
     monkeypatch.undo()
     FarSearch(target, Exploiting()).live(nothing, nothing)
-    assert attempt.told(2) == Leave(reason="better", save=False, for_good=False)
+    assert attempt.answer(2) == Leave(reason="better", save=False, for_good=False)
 
 
 def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(
@@ -157,8 +157,8 @@ def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_w
 ) -> None:
     search = FarSearch(target)
     search.live(nothing, search.stop, nothing)
-    assert attempt.told(attempt=1) == StopAndSave()
+    assert attempt.answer(attempt=1) == StopAndSave()
     resumed = FarSearch(target)
     resumed.live(nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.told(attempt=1) is None
+    assert attempt.answer(attempt=1) is None

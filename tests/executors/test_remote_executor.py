@@ -44,8 +44,8 @@ def executor(target: LocalTarget) -> RemoteExecutor:
     return executor
 
 
-def told(heard: list[Message]) -> list[tuple[int, bool]]:
-    return [(each.report.step, each.asks) for each in heard if isinstance(each, StepReported)]
+def step_reports(messages: list[Message]) -> list[tuple[int, bool]]:
+    return [(each.report.step, each.asks) for each in messages if isinstance(each, StepReported)]
 
 
 def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
@@ -63,8 +63,8 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", fails_once)
-    heard = [*executor.poll(NOW), *executor.poll(NOW)]
-    assert told(heard) == [(1, False), (2, True)]
+    messages = [*executor.poll(NOW), *executor.poll(NOW)]
+    assert step_reports(messages) == [(1, False), (2, True)]
 
 
 def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
@@ -81,7 +81,7 @@ def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
         executor.stop()
     monkeypatch.undo()
     executor.stop()
-    assert attempt.told(0) == StopAndSave()
+    assert attempt.answer(0) == StopAndSave()
 
 
 def nothing() -> None:
@@ -117,8 +117,8 @@ def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told
 
     again = RunAgain(target, reports=() if asks_first else (3,))
     state = search.live(nothing, attempt.starts, goes_on, nothing, again, nothing, nothing)
-    assert attempt.told(3) == GoOn(milestone=9)
-    assert (again.attempt.trial.attempt, again.attempt.told(3)) == (2, GoOn(milestone=9))
+    assert attempt.answer(3) == GoOn(milestone=9)
+    assert (again.attempt.trial.attempt, again.attempt.answer(3)) == (2, GoOn(milestone=9))
     decided = [each.report.step for each in state.trial("00000").past if each.what == "decided" and each.report]
     assert decided == [3]
 
@@ -127,7 +127,7 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
     search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
-    assert again.attempt.told(4) == GoOn(milestone=9)
+    assert again.attempt.answer(4) == GoOn(milestone=9)
 
 
 def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
@@ -147,14 +147,14 @@ def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
     leave = Leave(reason="enough", save=True, for_good=True, end="interrupted")
-    assert (attempt.told(attempt=1), again.attempt.told()) == (leave, leave)
+    assert (attempt.answer(attempt=1), again.attempt.answer()) == (leave, leave)
 
 
 def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target: LocalTarget) -> None:
     search, attempt = FarSearch(target, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, search.stop, nothing, again, nothing, nothing)
-    assert (attempt.told(attempt=1), again.attempt.told()) == (StopAndSave(), StopAndSave())
+    assert (attempt.answer(attempt=1), again.attempt.answer()) == (StopAndSave(), StopAndSave())
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
@@ -191,7 +191,7 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
         expired.setattr(PosixStore, "read", refuses)
         assert [*executor.poll(NOW), *executor.poll(NOW)] == []
         assert caplog.text.count("are read later: the credentials have expired") == 1
-    assert told(executor.poll(NOW)) == [(1, False), (2, True)]
+    assert step_reports(executor.poll(NOW)) == [(1, False), (2, True)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
         expired.setattr(remote_executor, "_UNREAD", timedelta(0))
@@ -271,7 +271,7 @@ def test_journals_are_read_and_answers_are_written_side_by_side(
     together = threading.Barrier(len(trials), timeout=60)
     for name in ("read", "create"):
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
-    assert told(executor.poll(NOW)) == [(1, True)] * len(trials)
+    assert step_reports(executor.poll(NOW)) == [(1, True)] * len(trials)
     for trial in trials:
         executor.answer(trial, GoOn(milestone=3), 1)
     executor.poll(NOW)
@@ -315,5 +315,5 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(t
     newer.reports(1, asks=True)
     executor.poll(NOW)
     executor.poll(NOW)
-    assert newer.told(attempt=2) is None
-    assert newer.told(1, attempt=2) is None
+    assert newer.answer(attempt=2) is None
+    assert newer.answer(1, attempt=2) is None

@@ -37,8 +37,8 @@ class Ends:
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
         self.link = StoreLink(target, TRIAL, attempt=1)
-        self.heard: list[Answer] = []
-        self.link.connect(self.heard.append)
+        self.received: list[Answer] = []
+        self.link.connect(self.received.append)
 
     def say(self, said: GoOn | Leave | StopAndSave, step: int = UNASKED) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
@@ -78,8 +78,8 @@ def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(
         ends.ask(3)
         until(lambda: not refusals)
         ends.say(GO_ON, 3)
-        until(lambda: ends.heard)
-    assert ends.heard == [GO_ON]
+        until(lambda: ends.received)
+    assert ends.received == [GO_ON]
     assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
         "trial 00000 cannot read its answers on the target: StoreRefused: AccessDenied"
     ]
@@ -92,17 +92,17 @@ def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: by
     path.write_bytes(damaged)
     ends.ask(3)
     until(ends.link.stop.is_set)
-    assert ends.heard == []
+    assert ends.received == []
 
 
 def test_what_a_trial_did_not_ask_for_it_is_told_once(ends: Ends) -> None:
     ends.say(LEAVE)
-    until(lambda: ends.heard)
+    until(lambda: ends.received)
     ends.ask(3)
     time.sleep(0.2)
     ends.say(GO_ON, 3)
-    until(lambda: GO_ON in ends.heard)
-    assert ends.heard == [LEAVE, GO_ON]
+    until(lambda: GO_ON in ends.received)
+    assert ends.received == [LEAVE, GO_ON]
 
 
 def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(

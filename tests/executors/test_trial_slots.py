@@ -49,7 +49,7 @@ def tenants(folder: Path, **options: Any) -> pt.Results:
     return options.pop("flow", pt.tune)(TENANT, space, **{**common, **options})
 
 
-def told(results: pt.Results, metric: str) -> list[object]:
+def values_of(results: pt.Results, metric: str) -> list[object]:
     assert results.errors == {}
     return [each.metrics[metric] for each in results.trials.values()]
 
@@ -57,16 +57,16 @@ def told(results: pt.Results, metric: str) -> list[object]:
 @pytest.mark.usefixtures("two_gpus")
 def test_each_trial_has_a_gpu_of_its_own_and_a_process_stays_on_the_one_it_began_with(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 2, "gpu": 1})
-    assert (set(told(results, "gpus")), set(told(results, "threads"))) == ({"4", "7"}, {"2"})
-    assert len(set(told(results, "pid"))) < 5, "processes are kept, each for its GPU"
+    assert (set(values_of(results, "gpus")), set(values_of(results, "threads"))) == ({"4", "7"}, {"2"})
+    assert len(set(values_of(results, "pid"))) < 5, "processes are kept, each for its GPU"
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path) -> None:
     shared = tenants(tmp_path, resources_per_trial={"gpu": 0.5}, config={"share": 2}, max_concurrent_trials=4)
-    assert set(told(shared, "gpus")) == {"4", "7"}
+    assert set(values_of(shared, "gpus")) == {"4", "7"}
     whole = tenants(tmp_path, experiment="both", resources_per_trial={"gpu": 2})
-    assert set(told(whole, "gpus")) == {"4,7"}
+    assert set(values_of(whole, "gpus")) == {"4,7"}
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 6)
     monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     results = tenants(tmp_path, max_concurrent_trials=2, resources_total=None, config={"share": 2})
-    assert set(told(results, "threads")) == {"3"}
+    assert set(values_of(results, "threads")) == {"3"}
 
 
 def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
     results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
-    assert set(told(results, "gpus")) == {"any"}
+    assert set(values_of(results, "gpus")) == {"any"}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_concurrent_trials": 4}, {"resources_per_trial": {"cpu": 1}}], ids=str)
@@ -121,7 +121,7 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
 ) -> None:
     one_at_a_time = pt.tune.with_options(task_runner=ThreadPoolTaskRunner(max_workers=1))
     results = tenants(tmp_path, flow=one_at_a_time, **{"resources_total": None, **options})
-    assert set(told(results, "gpus")) == {"any"}, "they have one device among them"
+    assert set(values_of(results, "gpus")) == {"any"}, "they have one device among them"
     assert "slots: 1 trial at once on this machine (its task runner has max_workers=1)" in caplog.text
 
 
@@ -168,7 +168,7 @@ def limit() -> Iterator[str]:
 
 def test_a_global_concurrency_limit_has_trials_wait_for_each_other_and_none_fails(limit: str, tmp_path: Path) -> None:
     results = limited(tmp_path, concurrency_limits=[limit])
-    assert told(results, "gpus") == ["any"] * 2
+    assert values_of(results, "gpus") == ["any"] * 2
     assert [each.attempt for each in results.trials.values()] == [1, 1]
 
 
@@ -188,7 +188,7 @@ def test_a_tag_limit_of_one_has_trials_wait_for_each_other_and_none_fails(tmp_pa
     with get_client(sync_client=True) as client:
         client.create_concurrency_limit(tag, 1)
     results = limited(tmp_path, trial_tags=[tag])
-    assert told(results, "gpus") == ["any"] * 2
+    assert values_of(results, "gpus") == ["any"] * 2
     assert [each.attempt for each in results.trials.values()] == [1, 1]
 
 
@@ -219,6 +219,6 @@ def test_dask_gives_trials_what_its_workers_declare(tmp_path: Path) -> None:
     common: dict[str, Any] = {"target": str(tmp_path / "target"), "metric": "loss", "num_samples": 1}
     asked: dict[str, Any] = {**common, "stop": {"step": 8}, "max_concurrent_trials": 3}
     results = search(TENANT, house, experiment="one", resources_per_trial={"gpu": 1}, **asked)
-    assert told(results, "gpus") == ["any"] * 3
+    assert values_of(results, "gpus") == ["any"] * 3
     crowded = search(TENANT, house, experiment="all", **asked)
     assert crowded.errors, "without it they get into each other's way"

@@ -114,8 +114,8 @@ class FarAttempt:
     def writes(self, *events: Event) -> None:
         self._journal_writer.write(events)
 
-    def told(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
-        """What it is told at a step, or unasked."""
+    def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
+        """Return the answer of the search to the trial at a step, or the one written without a question."""
         with self._target.open(timeout=_REQUEST) as store:
             return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)
 

@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Family, heard, start_of, supervised_process, until
+from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
 from tests.trainables.forked import daemonizes
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 PATIENCE_SECONDS = 60.0  # of a machine that is busy with other tests
 WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
@@ -34,24 +34,24 @@ class Watched:
 
     @property
     def trial(self) -> int:
-        return next(each.pid for each in told(self.folder / "witness") if each.act == "begin")
+        return next(each.pid for each in acts_of(self.folder / "witness") if each.act == "begin")
 
     @property
     def started(self) -> set[int]:
         """What the trial has started."""
-        return {each.step for each in told(self.folder / "witness") if each.act in ("child", "orphan")}
+        return {each.step for each in acts_of(self.folder / "witness") if each.act in ("child", "orphan")}
 
     @property
     def orphan(self) -> int:
-        return next(each.step for each in told(self.folder / "witness") if each.act == "orphan")
+        return next(each.step for each in acts_of(self.folder / "witness") if each.act == "orphan")
 
     def has_begun(self) -> bool:
-        return any(each.act == "begin" for each in told(self.folder / "witness"))
+        return any(each.act == "begin" for each in acts_of(self.folder / "witness"))
 
-    def kill(self, *who: str) -> None:
+    def kill(self, *names: str) -> None:
         """By the names that processes have; all of them before one of them can do anything about it."""
         known = {"supervisor": self.supervisor.pid, "trial": self.trial}
-        pids = [known.get(name) or self.ours.one(name) for name in who]
+        pids = [known.get(name) or self.ours.one(name) for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
@@ -92,7 +92,7 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)
         with process(start, logging.getLogger(), environment) as channel:
-            heard(channel, seconds=10 * PATIENCE_SECONDS)
+            messages_of(channel, seconds=10 * PATIENCE_SECONDS)
             channel.end()
             Path(folder, "ended").touch()
             threading.Event().wait()

@@ -98,18 +98,18 @@ class Telling:
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> Telling:
     """Tell of a search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
     draw = random.Random(seed)
-    told = Telling()
+    search = Telling()
     seen: dict[int, list[float]] = {}
     per_run = max(1, count // 3)
     for index in range(count):
         if index and index % per_run == 0 and index // per_run < 3:
-            told.opens(f"nightly-{index // per_run + 1}", after=86_000)
-        _asha_trial(told, f"{index:05}", draw, (seen, steps), kills=kills and index % 7 == 3)
-    return told
+            search.opens(f"nightly-{index // per_run + 1}", after=86_000)
+        _asha_trial(search, f"{index:05}", draw, (seen, steps), kills=kills and index % 7 == 3)
+    return search
 
 
 def _asha_trial(
-    told: Telling, trial: str, draw: random.Random, rungs: tuple[dict[int, list[float]], int], *, kills: bool
+    search: Telling, trial: str, draw: random.Random, rungs: tuple[dict[int, list[float]], int], *, kills: bool
 ) -> None:
     seen, steps = rungs
     config: dict[str, Any] = {
@@ -118,126 +118,128 @@ def _asha_trial(
         "dropout": draw.uniform(0, 0.5),
         "seed": draw.randint(0, 999),
     }
-    told.adds(trial, config)
-    told.starts(trial)
+    search.adds(trial, config)
+    search.starts(trial)
     good = abs(math.log10(config["lr"]) + 2) / 3 + config["dropout"] * 0.3 + 0.1 * (config["model"]["act"] == "relu")
     step = 0
     while step < steps:
         step += 1
         loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
-        told.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
+        search.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
         if int(trial) % 11 == 10 and step == 4:
-            told.tell(AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
-            told.tell(GaveUp(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
+            search.tell(AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
+            search.tell(GaveUp(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
             return
         if step % 3 == 0:
-            told.saves(trial)
+            search.saves(trial)
         if kills and step == 5:
             kills = False
-            told.tell(AttemptEnded(trial=trial, cause=Cause.MACHINE, message="killed by signal 9"), after=0.5)
-            told.starts(trial)
-            step = told.state.trial(trial).checkpoints[-1].step
-        if step in (1, 3, 9) and not _goes_on(told, trial, loss, seen.setdefault(step, [])):
-            told.tell(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", left=True))
+            search.tell(AttemptEnded(trial=trial, cause=Cause.MACHINE, message="killed by signal 9"), after=0.5)
+            search.starts(trial)
+            step = search.state.trial(trial).checkpoints[-1].step
+        if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
+            search.tell(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", left=True))
             return
-    told.tell(Finished(trial=trial, reason=f"step {steps} of {steps}"))
+    search.tell(Finished(trial=trial, reason=f"step {steps} of {steps}"))
 
 
-def _goes_on(told: Telling, trial: str, loss: float, before: list[float]) -> bool:
+def _goes_on(search: Telling, trial: str, loss: float, before: list[float]) -> bool:
     insort(before, loss)
     goes_on = loss <= before[len(before) // 3]
-    told.decides(trial, Continue() if goes_on else Stop(reason="not good enough"))
+    search.decides(trial, Continue() if goes_on else Stop(reason="not good enough"))
     return goes_on
 
 
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> Telling:
     """Tell of a population in which the worst quarter continues from the best."""
     draw = random.Random(seed)
-    told = Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
+    search = Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
     names = [f"{index:05}" for index in range(members)]
     scores = {}
     for name in names:
-        told.adds(name, {"h0": draw.random(), "h1": draw.random()})
+        search.adds(name, {"h0": draw.random(), "h1": draw.random()})
     for turn in range(1, rounds + 1):
         for name in names:
-            told.starts(name)
+            search.starts(name)
             step = turn * 4
-            scores[name] = scores.get(name, 0.0) + float(str(told.state.trial(name).config["h0"])) * draw.uniform(
+            scores[name] = scores.get(name, 0.0) + float(str(search.state.trial(name).config["h0"])) * draw.uniform(
                 0.5, 1.5
             )
-            told.trains(name, step, {"score": scores[name]}, seconds=4)
-            told.saves(name)
+            search.trains(name, step, {"score": scores[name]}, seconds=4)
+            search.saves(name)
             worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)
             if turn < rounds and name in worst and name != best:
-                told.decides(name, Exploit(source=best, config=told.state.trial(best).config, reason="behind"))
-                told.tell(Paused(trial=name, reason="behind"), Resumed(trial=name))
-                _clone(told, name, best)
+                search.decides(name, Exploit(source=best, config=search.state.trial(best).config, reason="behind"))
+                search.tell(Paused(trial=name, reason="behind"), Resumed(trial=name))
+                _clone(search, name, best)
                 scores[name] = scores[best]
             else:
-                told.tell(Paused(trial=name, reason="a turn"), Resumed(trial=name))
+                search.tell(Paused(trial=name, reason="a turn"), Resumed(trial=name))
     for name in names:
-        told.starts(name)
-        told.tell(Finished(trial=name, reason="enough"))
-    return told
+        search.starts(name)
+        search.tell(Finished(trial=name, reason="enough"))
+    return search
 
 
-def _clone(told: Telling, name: str, best: str) -> None:
-    source = told.state.trial(best).checkpoints[-1]
-    key = CheckpointKey(trial=TrialKey(experiment=told.name, trial=best), step=source.step, sequence=source.sequence)
-    copy = source.model_copy(update={"sequence": told.number})
-    config = told.state.trial(best).config
-    told.tell(Cloned(trial=name, checkpoint=copy, source=key, config=config, reason="behind"))
+def _clone(search: Telling, name: str, best: str) -> None:
+    source = search.state.trial(best).checkpoints[-1]
+    key = CheckpointKey(trial=TrialKey(experiment=search.name, trial=best), step=source.step, sequence=source.sequence)
+    copy = source.model_copy(update={"sequence": search.number})
+    config = search.state.trial(best).config
+    search.tell(Cloned(trial=name, checkpoint=copy, source=key, config=config, reason="behind"))
 
 
 def pareto(count: int = 40, *, seed: int = 0) -> Telling:
     """Tell of a search with two metrics."""
     draw = random.Random(seed)
-    told = Telling(name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]})
+    search = Telling(
+        name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]}
+    )
     for index in range(count):
         trial, width = f"{index:05}", draw.choice([8, 16, 32, 64, 128, 256])
-        told.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
-        told.starts(trial)
+        search.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
+        search.starts(trial)
         for step in (1, 2, 3):
             loss = 3 / math.log(width) / step + draw.random() / 3
-            told.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
-        told.tell(Finished(trial=trial, reason="enough"))
-    return told
+            search.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
+        search.tell(Finished(trial=trial, reason="enough"))
+    return search
 
 
 def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> Telling:
     """Tell of one training that was killed and gone on with by two more owners."""
-    told = Telling(name="digits", metrics=(), settings={})
-    told.adds("trial", {"rate": 0.1, "width": 64})
-    told.starts("trial")
+    search = Telling(name="digits", metrics=(), settings={})
+    search.adds("trial", {"rate": 0.1, "width": 64})
+    search.starts("trial")
     step, left = 0, list(kills)
     while step < steps:
         step += 1
         loss = 2 * math.exp(-step / 15) + 0.05 * math.sin(step)
-        told.trains("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
+        search.trains("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
         if step % 5 == 0:
-            told.saves("trial")
+            search.saves("trial")
         if left and step == left[0]:
             left.pop(0)
-            told.opens(f"run-{step}", after=3600)
-            told.tell(AttemptEnded(trial="trial", cause=Cause.MACHINE, message="its owner died"), after=2)
-            told.starts("trial")
-            step = told.state.trial("trial").checkpoints[-1].step
-    told.tell(Finished(trial="trial", reason=f"step {steps} of {steps}"))
-    return told
+            search.opens(f"run-{step}", after=3600)
+            search.tell(AttemptEnded(trial="trial", cause=Cause.MACHINE, message="its owner died"), after=2)
+            search.starts("trial")
+            step = search.state.trial("trial").checkpoints[-1].step
+    search.tell(Finished(trial="trial", reason=f"step {steps} of {steps}"))
+    return search
 
 
 def statuses_told() -> Telling:
     """Tell of a trial of each status, named by it."""
-    told = Telling()
+    search = Telling()
     for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
-        told.adds(name, {"x": len(name)})
+        search.adds(name, {"x": len(name)})
         if name != "pending":
-            told.starts(name)
-            told.trains(name, 3, {"loss": len(name) / 10})
-    told.tell(Finished(trial="completed", reason="enough"))
-    told.decides("pruned", Stop(reason="rung 3"))
-    told.tell(Finished(trial="pruned", reason="rung 3", left=True))
-    told.tell(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
-    told.tell(GaveUp(trial="errored", cause=Cause.USER, message="no"))
-    told.tell(Paused(trial="paused", reason="rung 3"))
-    return told
+            search.starts(name)
+            search.trains(name, 3, {"loss": len(name) / 10})
+    search.tell(Finished(trial="completed", reason="enough"))
+    search.decides("pruned", Stop(reason="rung 3"))
+    search.tell(Finished(trial="pruned", reason="rung 3", left=True))
+    search.tell(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
+    search.tell(GaveUp(trial="errored", cause=Cause.USER, message="no"))
+    search.tell(Paused(trial="paused", reason="rung 3"))
+    return search

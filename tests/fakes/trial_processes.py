@@ -59,7 +59,7 @@ def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = 
         yield channel
 
 
-def heard(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
+def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
     """Return everything that a trial says until it ends or is gone."""
     said: list[FromTrial] = []
     end = time.monotonic() + seconds
@@ -77,12 +77,12 @@ def heard(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
 
 def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:
     """Return the metrics of the last step of a trial that ends well."""
-    said = heard(channel)
+    said = messages_of(channel)
     assert isinstance(said[-1], TrialEnded), said
     return [each.report.metrics for each in said if isinstance(each, StepDone)][-1]
 
 
-class Hearing(logging.Handler):
+class LogRecorder(logging.Handler):
     """Keeps what is logged, and what `ask` says when it is."""
 
     def __init__(self, ask: Callable[[], object] = lambda: None) -> None:
@@ -96,9 +96,9 @@ class Hearing(logging.Handler):
         self.answers.append(self._ask())
 
 
-def log_to(hearing: Hearing) -> logging.Logger:
+def log_to(recorder: LogRecorder) -> logging.Logger:
     log = logging.Logger(f"trial-{uuid4().hex}")  # noqa: LOG001  nobody else's
-    log.addHandler(hearing)
+    log.addHandler(recorder)
     return log
 
 

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from tests.flows.driver import Driver, Drivers
 from tests.flows.training import Undisturbed, bytes_of_checkpoint, trial_at, undisturbed, violations
-from tests.trainables.witness import Told, told
+from tests.trainables.witness import Act, acts_of
 
 Victim = Literal["flow", "trial", "machine"]
 STEPS, INTERVAL = 60, 5
@@ -78,7 +78,7 @@ class Campaign:
             driver.require_no_leftovers()
             self._note(name, violations(self.target, name, self.truth))
         self._note(name, self._judged(name, driver))
-        lost, wrong = redone(told(witness), uncertain=0 if self.commit == "sync" else 1)
+        lost, wrong = redone(acts_of(witness), uncertain=0 if self.commit == "sync" else 1)
         self.steps_lost += lost
         self._note(name, wrong)
         self._note(name, [f"{each} steps lost" for each in lost if each > self._allowed])
@@ -172,10 +172,10 @@ def _until(driver: Driver, condition: Callable[[], bool]) -> bool:
 
 
 def _count(witness: Path, act: str) -> int:
-    return sum(each.act == act for each in told(witness))
+    return sum(each.act == act for each in acts_of(witness))
 
 
-def redone(acts: Sequence[Told], *, uncertain: int) -> tuple[Sequence[int], Sequence[str]]:
+def redone(acts: Sequence[Act], *, uncertain: int) -> tuple[Sequence[int], Sequence[str]]:
     """Return the steps that each restart lost, and each acknowledged commit that was not gone on from.
 
     A save is known to be acknowledged when the process that made it trains on; with uploads that overlap

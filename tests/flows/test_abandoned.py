@@ -23,7 +23,7 @@ from tests.flows.acted import NAME, Acted
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import EPOCHS
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 
 class WritesUntil:
@@ -114,7 +114,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
         )
 
     driver = start(0.5)
-    until(lambda: len(told(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
+    until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
     open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()

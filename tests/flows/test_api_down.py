@@ -19,7 +19,7 @@ from prefect_tune.core.search.domains import grid_search
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at, owners_at, state_of_flow_run, trial_at, undisturbed, violations
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _NAME = "api"
 _STEPS = 40
@@ -93,7 +93,7 @@ def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it
     outcome = driver.wait()
     assert outcome.get("status") == "completed", outcome
     training.require_identical_end()
-    assert [each.step for each in told(training.witness) if each.act == "begin"] == list(range(1, _STEPS + 1))
+    assert [each.step for each in acts_of(training.witness) if each.act == "begin"] == list(range(1, _STEPS + 1))
     assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
     assert "Exception in thread" not in driver.log
 
@@ -135,7 +135,7 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
     )
 
     def trained() -> int:
-        return sum(each.act == "trained" for each in told(witness))
+        return sum(each.act == "trained" for each in acts_of(witness))
 
     until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
     began, before = time.monotonic(), trained()

@@ -225,10 +225,10 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
     target = LocalTarget(path=str(tmp_path / "target"))
     with get_client(sync_client=True) as client:
         deployment = deployed(client, "evaluate-best")
-        told = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
-        install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=told)
+        parameters = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
+        install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=parameters)
         deployed(client, "look-at-the-target")
-        install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=told)
+        install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=parameters)
 
         train(target, 2)
         damage(target, step=2)

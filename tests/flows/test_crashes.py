@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.blocks import StorageTarget
 from tests.flows.driver import Drivers
 from tests.flows.killing import Campaign, Victim, redone
-from tests.trainables.witness import Told
+from tests.trainables.witness import Act
 
 Struck = Callable[[Campaign, int], None]
 
@@ -71,14 +71,14 @@ def test_many_kills_change_nothing_either(
     struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # the line above sees to it
 
 
-def _told(*lines: str) -> list[Told]:
-    return [Told(int(pid), act, int(step)) for pid, act, step in (line.split() for line in lines)]
+def _acts(*lines: str) -> list[Act]:
+    return [Act(int(pid), act, int(step)) for pid, act, step in (line.split() for line in lines)]
 
 
 def test_the_judge_sees_an_acknowledged_save_that_was_not_gone_on_from() -> None:
-    before = _told("1 begin 1", "1 trained 1", "1 saving 1", "1 begin 2", "1 trained 2")
-    assert redone([*before, *_told("2 loaded 1", "2 begin 2")], uncertain=0) == ([1], [])
-    lost, wrong = redone([*before, *_told("2 begin 1")], uncertain=0)
+    before = _acts("1 begin 1", "1 trained 1", "1 saving 1", "1 begin 2", "1 trained 2")
+    assert redone([*before, *_acts("2 loaded 1", "2 begin 2")], uncertain=0) == ([1], [])
+    lost, wrong = redone([*before, *_acts("2 begin 1")], uncertain=0)
     assert lost == [2]
     assert wrong == ["resumed from step 0, and step 1 was acknowledged"]
-    assert redone([*before, *_told("2 begin 1")], uncertain=1) == ([2], [])
+    assert redone([*before, *_acts("2 begin 1")], uncertain=1) == ([2], [])

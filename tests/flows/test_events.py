@@ -44,7 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LocalTarget:
 def runs(prefect_server: str, target: LocalTarget) -> Sequence[Events]:
     """Three trials: one that trains, one that raises at step 2, one that is killed there once; then all of it again."""
     feed = Feed(prefect_server, f"{target.uri}/searched")
-    told: list[Events] = []
+    by_run: list[Events] = []
     for run in (1, 2):
         pt.tune(
             Moody,
@@ -58,14 +58,14 @@ def runs(prefect_server: str, target: LocalTarget) -> Sequence[Events]:
             max_concurrent_trials=1,
         )
         events = feed.until(finished(run))
-        told.append(events[sum(map(len, told)) :])
-    return told
+        by_run.append(events[sum(map(len, by_run)) :])
+    return by_run
 
 
 def test_each_thing_that_happened_is_told_once(runs: Sequence[Events]) -> None:
-    told = names(runs[0])
-    better, known = told.pop("experiment.best-improved"), told.pop("prefect.asset.referenced")
-    assert told == {
+    counts = names(runs[0])
+    better, known = counts.pop("experiment.best-improved"), counts.pop("prefect.asset.referenced")
+    assert counts == {
         "experiment.started": 1,
         "trial.started": 3,
         "trial.attempt-ended": 2,
@@ -141,8 +141,8 @@ def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_alread
     newest.chmod(0o644)
     newest.write_bytes(b"{}")
     train(3)
-    told = Feed(prefect_server, f"{target.uri}/alone").until(finished(3))
-    assert names(told) == {
+    events = Feed(prefect_server, f"{target.uri}/alone").until(finished(3))
+    assert names(events) == {
         "experiment.started": 3,
         "trial.started": 1,
         "trial.requeued": 2,
@@ -153,7 +153,7 @@ def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_alread
         "trial.finished": 3,
         "experiment.finished": 3,
     }
-    (corrupt,) = [each for each in told if each["event"] == "prefect-tune.checkpoint.corrupt"]
+    (corrupt,) = [each for each in events if each["event"] == "prefect-tune.checkpoint.corrupt"]
     assert (corrupt["payload"]["step"], corrupt["payload"]["trial"]) == (2, "trial")
     assert any(each["prefect.resource.role"] == "flow" for each in corrupt["related"])
 
@@ -161,12 +161,12 @@ def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_alread
 def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalTarget) -> None:
     with pytest.raises(TrialFailed):
         pt.durable_trainable(Moody, {"fails": "raise"}, target=target, experiment="fails", stop={"step": 3})
-    told = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
-    assert [each["event"].removeprefix("prefect-tune.") for each in told] == [
+    events = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
+    assert [each["event"].removeprefix("prefect-tune.") for each in events] == [
         "experiment.started",
         "trial.started",
         "trial.attempt-ended",
         "trial.errored",
         "experiment.finished",
     ]
-    assert told[-1]["payload"]["trials"] == {"errored": 1}
+    assert events[-1]["payload"]["trials"] == {"errored": 1}

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.flows.trouble import Trouble
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 # ------------------------------------------------------------------------------------------- whose fault it was
 
@@ -191,7 +191,7 @@ def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Troubl
         trouble.run(isolation="thread")
     assert trouble.run(isolation="thread").step == 20
     assert trouble.acts("loaded") == [10]
-    assert {each.pid for each in told(trouble.witness)} == {os.getpid()}
+    assert {each.pid for each in acts_of(trouble.witness)} == {os.getpid()}
 
 
 # ----------------------------------------------------------------------------------------------- calling again
@@ -199,9 +199,9 @@ def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Troubl
 
 def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trouble) -> None:
     first = trouble.run()
-    acts = told(trouble.witness)
+    acts = acts_of(trouble.witness)
     again = trouble.run()
-    assert told(trouble.witness) == acts
+    assert acts_of(trouble.witness) == acts
     assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)
 
 

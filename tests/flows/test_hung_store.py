@@ -25,7 +25,7 @@ from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import trial_at, undisturbed, violations
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _NAME = "hung"
 _STEPS = 40
@@ -48,7 +48,7 @@ def _start(drivers: Drivers, target: S3Target, witness: Path, **options: Any) ->
 
 def _until_saving(driver: Driver, witness: Path, step: int) -> None:
     def begun() -> bool:
-        return any(each.act == "saving" and each.step >= step for each in told(witness))
+        return any(each.act == "saving" and each.step >= step for each in acts_of(witness))
 
     until(begun, seconds=90, what=lambda: driver.log[-3000:])
 

@@ -137,9 +137,9 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     small = next(each for each in again.experiments if each.experiment == "small")
     assert [(each.trial, each.folder, each.is_new) for each in small.damaged] == [("a", journal, False)]
     assert (small.verified_count, small.pruned_count) == (5, 4)
-    told = [each.what for each in small.not_looked_at]
-    assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == told[:4]
-    assert again.summary.endswith(f"; {len(told)} items not checked")
+    unchecked = [each.what for each in small.not_looked_at]
+    assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == unchecked[:4]
+    assert again.summary.endswith(f"; {len(unchecked)} items not checked")
     assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
 
 

@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget
 from tests.fakes.task_runners import worker_of
 from tests.flows.driver import Driver, Drivers, Flow, until
-from tests.trainables.witness import Told, told
+from tests.trainables.witness import Act, acts_of
 
 Record = Callable[[str, object], None]
 _PATIENCE_SECONDS = 240  # of a machine that is busy with other tests
@@ -38,8 +38,8 @@ class Attempts:
         assert len(left) == _STARTED
         return self._acts("begin")[-1].pid, set(left)
 
-    def _acts(self, *acts: str) -> list[Told]:
-        return [each for each in told(self.witness) if each.act in acts]
+    def _acts(self, *acts: str) -> list[Act]:
+        return [each for each in acts_of(self.witness) if each.act in acts]
 
 
 @pytest.fixture

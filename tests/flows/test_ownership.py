@@ -28,7 +28,7 @@ from tests.flows.training import (
     undisturbed,
     violations,
 )
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _STEPS = 60
 _NAME = "contested"
@@ -62,7 +62,7 @@ class _Contest:
         )
 
     def saves(self) -> int:
-        return sum(each.act == "saving" for each in told(self.witness))
+        return sum(each.act == "saving" for each in acts_of(self.witness))
 
     def until_saved(self, times: int) -> None:
         """Wait until so many saves more have begun."""
@@ -209,10 +209,10 @@ def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     _freeze(trial)
     dead.kill()
     outcome = contest.start().wait()
-    acts = len(told(contest.witness))
+    acts = len(acts_of(contest.witness))
     _thaw(trial)
     dead.require_no_leftovers()
-    assert len(told(contest.witness)) <= acts + 2  # it may end the step that it was in
+    assert len(acts_of(contest.witness)) <= acts + 2  # it may end the step that it was in
     contest.require_identical_end(outcome)
 
 
@@ -222,7 +222,11 @@ def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     contest = _Contest(drivers, local_target, tmp_path)
     contest.hold_at(8)
     dead = contest.start()
-    until(lambda: told(contest.witness)[-1:] and told(contest.witness)[-1].step == 7, seconds=60, what=lambda: dead.log)
+    until(
+        lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7,
+        seconds=60,
+        what=lambda: dead.log,
+    )
     assert dead.trials()
     dead.kill()
     dead.require_no_leftovers()

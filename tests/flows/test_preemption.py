@@ -25,7 +25,7 @@ from tests.flows.training import (
     undisturbed,
     violations,
 )
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _NAME = "preempted"
 _STEPS = 60
@@ -50,7 +50,7 @@ class _Preempted:
         )
 
     def steps(self, act: str = "trained") -> int:
-        return max((each.step for each in told(self.witness) if each.act == act), default=0)
+        return max((each.step for each in acts_of(self.witness) if each.act == act), default=0)
 
     def until_at(self, act: str, step: int) -> None:
         last = self.drivers.last
@@ -69,7 +69,9 @@ class _Preempted:
         outcome = self.start().wait()
         assert outcome.get("status") == "completed", outcome
         assert outcome["metrics"]["state"] == undisturbed(_STEPS).state[_STEPS]
-        assert [each.step for each in told(self.witness) if each.act == "loaded"] == ([from_step] if from_step else [])
+        assert [each.step for each in acts_of(self.witness) if each.act == "loaded"] == (
+            [from_step] if from_step else []
+        )
 
 
 @pytest.fixture

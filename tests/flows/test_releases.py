@@ -91,11 +91,11 @@ def test_a_search_that_was_killed_goes_on_from_the_checkpoints_that_it_had(relea
 
 
 def started(target: pt.LocalTarget, trial: str) -> list[Started]:
-    events = chain.from_iterable(_told(entry.events) for entry in entries_at(target, "killed"))
+    events = chain.from_iterable(_events_of(entry.events) for entry in entries_at(target, "killed"))
     return [event for event in events if isinstance(event, Started) and event.trial == trial]
 
 
-def _told(events: Any) -> Iterator[Any]:
+def _events_of(events: Any) -> Iterator[Any]:
     for event in events:
         yield event
         yield from getattr(event, "events", ())

@@ -23,7 +23,7 @@ from prefect_tune.core.search.domains import randint
 from tests.flows.driver import Driver, Drivers, Write, until
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import EPOCHS, ROWS
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 Record = Callable[[str, object], None]
 _SEED = 17
@@ -71,7 +71,7 @@ class _Search:
         )
 
     def trained(self, name: str) -> int:
-        return sum(each.act == "trained" for each in told(self.folder / f"{name}-witness"))
+        return sum(each.act == "trained" for each in acts_of(self.folder / f"{name}-witness"))
 
     def table(self, name: str) -> Mapping[str, Any]:
         trials = experiment_at(self.target, name).trials.values()

@@ -14,7 +14,7 @@ from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _NAME = "elsewhere"
 _STEPS = 24
@@ -42,10 +42,10 @@ class _Search:
         )
 
     def trained(self) -> int:
-        return sum(each.act == "trained" for each in told(self._witness))
+        return sum(each.act == "trained" for each in acts_of(self._witness))
 
     def processes(self) -> int:
-        return len({each.pid for each in told(self._witness)})
+        return len({each.pid for each in acts_of(self._witness)})
 
 
 @pytest.mark.usefixtures("prefect_server", "worker")

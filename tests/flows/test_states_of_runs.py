@@ -19,7 +19,7 @@ from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.fragile import Fragile
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 NAME = "shown"
 HALF = ASHA(max_t=4, reduction_factor=2)
@@ -206,7 +206,9 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
 
     first = drivers.start("tests.trainables.fragile:Fragile", config, **options)
     until(
-        lambda: sum(each.step == 3 for each in told(witness)) == len(names), seconds=120, what=lambda: first.log[-3000:]
+        lambda: sum(each.step == 3 for each in acts_of(witness)) == len(names),
+        seconds=120,
+        what=lambda: first.log[-3000:],
     )
     dead = str(owners_at(local_target, NAME)[first.pid].flow_run)
     running = {f"train {name} · attempt 1": ("Running", "") for name in names}

@@ -24,7 +24,7 @@ from tests.fakes.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.moody import Moody
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -58,14 +58,16 @@ class Slow:
         return pt.tune(TABLE, **{**common, **options})
 
     def trained(self) -> int:
-        return sum(each.act == "trained" for each in told(self.witness))
+        return sum(each.act == "trained" for each in acts_of(self.witness))
 
     def search_while(self, ask_for_it: Callable[[], StopOutcome]) -> tuple[pt.Results, StopOutcome]:
         """Search, and ask for something as soon as both trials train."""
         outcomes: list[StopOutcome] = []
 
         def asking() -> None:
-            until(lambda: len({each.pid for each in told(self.witness)}) == 2, seconds=120, what=lambda: "two trials")
+            until(
+                lambda: len({each.pid for each in acts_of(self.witness)}) == 2, seconds=120, what=lambda: "two trials"
+            )
             outcomes.append(ask_for_it())
 
         thread = threading.Thread(target=asking)

@@ -17,7 +17,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner.stopping.send_stop_request import stop
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 pytestmark = pytest.mark.deep
 
@@ -49,9 +49,9 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
         trials="deployment",
         trial_tags=["elsewhere"],
     )
-    until(lambda: len({each.pid for each in told(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
-    heard = stop("e", target=local_target, trial="00000", wait_seconds=120)
-    assert (heard.status, heard.experiment.trial("00000").left) == ("stopped", True), heard.message
+    until(lambda: len({each.pid for each in acts_of(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
+    stopped = stop("e", target=local_target, trial="00000", wait_seconds=120)
+    assert (stopped.status, stopped.experiment.trial("00000").left) == ("stopped", True), stopped.message
     driver.kill()
     alone = stop("e", target=local_target, wait_seconds=20)
     assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message

@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Status
 from tests.flows.training import experiment_at, trial_at, undisturbed
 from tests.flows.ui import Ui, eventually
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _TABLE = "tests.trainables.digits_table:DigitsTable"
@@ -34,13 +34,13 @@ class _Story:
         self.run: UUID = ui.start(deployment, **parameters, **where)
 
     def trained(self) -> int:
-        return sum(each.act == "trained" for each in told(self.witness))
+        return sum(each.act == "trained" for each in acts_of(self.witness))
 
     def until_trained(self, steps: int) -> None:
         eventually(f"{steps} steps of {self.name}\n{self.ui.log(self.run)}", lambda: self.trained() >= steps)
 
     def processes(self) -> int:
-        return len({each.pid for each in told(self.witness)})
+        return len({each.pid for each in acts_of(self.witness)})
 
 
 @pytest.mark.deep
@@ -104,7 +104,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     assert ui.until_final(training.run).is_completed(), ui.log(training.run)
     assert ui.until_final(search.run).is_completed(), ui.log(search.run)
 
-    assert [each.step for each in told(training.witness) if each.act == "loaded"] == [5]
+    assert [each.step for each in acts_of(training.witness) if each.act == "loaded"] == [5]
     trial = trial_at(training.target, "training")
     assert (trial.step, trial.metrics["state"]) == (30, undisturbed(30).state[30])
     found = experiment_at(search.target, "search")
@@ -113,7 +113,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
 
     assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
     assert trial_at(asking.target, "asking").metrics["count"] == 3 + 3 * 10
-    assert [each.step for each in told(asking.witness) if each.act == "loaded"] == [3]
+    assert [each.step for each in acts_of(asking.witness) if each.act == "loaded"] == [3]
 
 
 @pytest.mark.deep

@@ -21,16 +21,16 @@ from tests.fakes.task_runners import dask, ray, worker_of
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import curves
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _STEPS = 12
 _ROWS = [3, 5, 8]
 
 
 def kill_the_first_worker(witness: Path, killed: list[int]) -> None:
-    until(lambda: len(told(witness)) > 3, seconds=240, what=lambda: "a trial that trains")
+    until(lambda: len(acts_of(witness)) > 3, seconds=240, what=lambda: "a trial that trains")
     with suppress(ProcessLookupError, FileNotFoundError):
-        worker = worker_of(told(witness)[-1].pid)
+        worker = worker_of(acts_of(witness)[-1].pid)
         assert worker != os.getpid()
         os.kill(worker, signal.SIGKILL)
         killed.append(worker)
@@ -64,5 +64,5 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     assert [(each.status, each.step) for each in trials.values()] == [(Status.COMPLETED, _STEPS)] * len(_ROWS)
     assert sum(each.attempt for each in trials.values()) <= len(_ROWS) + 2, "a neighbour lost an attempt"
     assert results.best.metrics["error"] == min(curves()[row][_STEPS - 1] for row in _ROWS)
-    trained = sum(each.act == "trained" for each in told(witness))
+    trained = sum(each.act == "trained" for each in acts_of(witness))
     assert trained <= len(_ROWS) * _STEPS + 2

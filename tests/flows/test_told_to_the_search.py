@@ -43,16 +43,16 @@ SCHEDULERS = {
 class Noting(Search):
     """Proposes anything, and notes down what it hears."""
 
-    heard: list[tuple[str, int]] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
-        return _NotingProposals(RandomSearch(9).begin(space, objective, seed), self.heard)
+        return _NotingProposals(RandomSearch(9).begin(space, objective, seed), self.events)
 
 
 class _NotingProposals(Proposals):
-    def __init__(self, proposals: Proposals, heard: list[tuple[str, int]]) -> None:
+    def __init__(self, proposals: Proposals, events: list[tuple[str, int]]) -> None:
         self._proposals = proposals
-        self._heard = heard
+        self._events = events
 
     def suggest(self, number: int) -> Suggestion:
         return self._proposals.suggest(number)
@@ -61,12 +61,12 @@ class _NotingProposals(Proposals):
         self._proposals.recall(number, config)
 
     def stopped(self, number: int) -> None:
-        self._heard.append(("stopped", number))
+        self._events.append(("stopped", number))
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
         assert last is not None
         assert not failed
-        self._heard.append((f"ended at {last.step}", number))
+        self._events.append((f"ended at {last.step}", number))
 
 
 @pytest.mark.parametrize("name", ["asha stopping", "asha promotion", "hyperband"])
@@ -77,16 +77,16 @@ def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_af
     live, again = Noting(), Noting()
     state = acted.run(SCHEDULERS[name], live)
     steps = {number: each.step for number, each in enumerate(state.trials.values())}
-    assert {number for what, number in live.heard if what == "stopped"} == {
+    assert {number for what, number in live.events if what == "stopped"} == {
         number for number, step in steps.items() if step < 9
     }
     assert 0 < sum(step == 9 for step in steps.values()) < 9
-    before = [live.heard[index - 1] for index, (what, _) in enumerate(live.heard) if what.startswith("ended")]
+    before = [live.events[index - 1] for index, (what, _) in enumerate(live.events) if what.startswith("ended")]
     assert [number for what, number in before if what == "stopped"] == [
-        number for what, number in live.heard if what == "stopped"
+        number for what, number in live.events if what == "stopped"
     ]
     assert acted.run(SCHEDULERS[name], again).trials == state.trials
-    assert again.heard == live.heard
+    assert again.events == live.events
 
 
 def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the_scheduler() -> None:

@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Committed
 from tests.flows.training import entries_at, experiment_at, trial_at, undisturbed
 from tests.flows.ui import Ui, eventually
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _STEPS, _INTERVAL = 60, 5
@@ -73,7 +73,7 @@ class _Training:
     def require_no_committed_step_again(self) -> None:
         """Whoever began trained on from a commit, and no process trained what another one had committed before."""
         begun: dict[Any, list[int]] = {}
-        for each in told(self.witness):
+        for each in acts_of(self.witness):
             if each.act == "begin":
                 begun.setdefault(each.pid, []).append(each.step)
         for earlier, later in zip(list(begun.values()), list(begun.values())[1:], strict=False):

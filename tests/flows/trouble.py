@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.training import trial_at
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
 _NAME = "troubled"
 _COUNTER = "tests.trainables.troublesome:Counter"
@@ -54,7 +54,7 @@ class Trouble:
         return trial_at(self.target, _NAME)
 
     def acts(self, act: str) -> Sequence[int]:
-        return [each.step for each in told(self.witness) if each.act == act]
+        return [each.step for each in acts_of(self.witness) if each.act == act]
 
     def loudly(self) -> str:
         """What was said as an error or a warning."""

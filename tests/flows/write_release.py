@@ -314,9 +314,9 @@ def write_killed(target: pt.LocalTarget, api_url: str) -> None:
     until(lambda: len([each for each in steps_at(target, "killed") if each >= 4]) >= 2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    told = {5: GoOn(milestone=6), 6: StopAndSave(), 0: Leave(reason="seen enough", save=True, for_good=False)}
+    answers = {5: GoOn(milestone=6), 6: StopAndSave(), 0: Leave(reason="seen enough", save=True, for_good=False)}
     with target.open(timeout=_PATIENCE) as store:
-        for step, said in told.items():
+        for step, said in answers.items():
             answer(store, TrialKey(experiment="killed", trial="00000"), 1, step, said)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.examples import Example
-from tests.supervisor.modules import hearing, module, ours, trains  # noqa: F401 - fixtures
+from tests.supervisor.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
 from tests.supervisor.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
-from tests.fakes.trial_processes import Hearing, family, log_to, metrics_of, nothing_left, start_of
+from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
 from tests.supervisor.modules import Module, Trains, different
 
 pytestmark = pytest.mark.integrations
@@ -38,7 +38,7 @@ def trained(folder: Path, reuse: Reuse, log: logging.Logger) -> Sequence[Mapping
 
 @pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
 def test_trials_draw_different_numbers_of_torch_unless_the_module_seeds_it(
-    trains: Trains, module: Module, hearing: Hearing, reuse: Reuse
+    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
 ) -> None:
     body = "import torch\n{}\ntorch.rand(3)\ndef measured(config): return {{'drawn': torch.rand(1).item()}}"
     module.write(body.format(""))
@@ -47,11 +47,11 @@ def test_trials_draw_different_numbers_of_torch_unless_the_module_seeds_it(
     seeded = torch.Generator().manual_seed(7)
     torch.rand(3, generator=seeded)
     assert {each["drawn"] for each in trains(3, reuse)} == {torch.rand(1, generator=seeded).item()}
-    assert hearing.lines == []
+    assert recorder.lines == []
 
 
 def test_a_process_that_has_computed_with_jax_is_not_forked_and_serves_trials(
-    trains: Trains, module: Module, hearing: Hearing
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     pytest.importorskip("jax")
     module.write("""
@@ -61,13 +61,15 @@ def test_a_process_that_has_computed_with_jax_is_not_forked_and_serves_trials(
     """)
     found = trains(3)
     assert (different(found), {each["sum"] for each in found}) == (1, {6.0})
-    assert "it imports JAX, which cannot be forked" in hearing.lines[0]
+    assert "it imports JAX, which cannot be forked" in recorder.lines[0]
 
 
 @pytest.mark.timeout(2000)
-def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(tmp_path: Path, hearing: Hearing) -> None:
-    found = trained(tmp_path, "fork", log_to(hearing))
-    assert hearing.lines == []
+def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(
+    tmp_path: Path, recorder: LogRecorder
+) -> None:
+    found = trained(tmp_path, "fork", log_to(recorder))
+    assert recorder.lines == []
     assert len({each["pid"] for each in found}) == _TRIALS
     assert {(each["before"], each["product"]) for each in found} == {(found[0]["before"], 256.0**3)}
     assert len({each["drawn"] for each in found}) > _TRIALS - 10  # of 2**24 numbers
@@ -77,7 +79,7 @@ def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(tmp_p
 
 @pytest.mark.timeout(2000)
 def test_the_memory_of_processes_that_serve_a_thousand_trials_is_flat(tmp_path: Path) -> None:
-    found = trained(tmp_path, "keep", log_to(Hearing()))
+    found = trained(tmp_path, "keep", log_to(LogRecorder()))
     processes = [[each for each in found if each["pid"] == pid] for pid in {each["pid"] for each in found}]
     assert len(processes) == 2
     assert len({each["drawn"] for each in found}) > _TRIALS - 10

@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
@@ -41,9 +41,9 @@ def test_several_processes_are_refused_as_the_users_error_whatever_starts_them(
     pool: TrialProcessPool, tmp_path: Path, strategy: str, callback: bool
 ) -> None:
     config = {"strategy": strategy, "callback": callback}
-    hearing = Hearing()
-    with pool.process(start_of(several_ranks.trainer, tmp_path, config), log_to(hearing)) as channel:
-        said = heard(channel, seconds=300)
+    recorder = LogRecorder()
+    with pool.process(start_of(several_ranks.trainer, tmp_path, config), log_to(recorder)) as channel:
+        said = messages_of(channel, seconds=300)
     (*_, ended) = said
     assert isinstance(ended, Broke), said
     assert ended.cause is Cause.USER
@@ -53,7 +53,7 @@ def test_several_processes_are_refused_as_the_users_error_whatever_starts_them(
 
 
 def test_fabric_is_refused_likewise(pool: TrialProcessPool, tmp_path: Path) -> None:
-    with pool.process(start_of(several_ranks.fabric, tmp_path), log_to(Hearing())) as channel:
-        (*_, ended) = heard(channel, seconds=300)
+    with pool.process(start_of(several_ranks.fabric, tmp_path), log_to(LogRecorder())) as channel:
+        (*_, ended) = messages_of(channel, seconds=300)
     assert isinstance(ended, Broke)
     assert "One process trains a trial" in ended.message

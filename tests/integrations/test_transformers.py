@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
@@ -44,8 +44,8 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
 def test_ranks_that_accelerate_starts_are_told_where_to_report(tmp_path: Path) -> None:
     with TrialProcessPool(slots=1) as pool:
         start = start_of(several_ranks.launches_ranks, tmp_path)
-        with pool.process(start, log_to(Hearing())) as channel:
-            (*_, ended) = heard(channel, seconds=300)
+        with pool.process(start, log_to(LogRecorder())) as channel:
+            (*_, ended) = messages_of(channel, seconds=300)
     assert isinstance(ended, Broke)
     assert ended.cause is Cause.USER
     assert "One process trains a trial: return results to that process" in ended.message

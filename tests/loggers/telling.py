@@ -26,8 +26,10 @@ def started(callback: Callback, *, name: str = "00000", from_step: int = 0) -> N
 
 def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: object) -> None:
     """Have a trial report a step; its loss falls as 1 / step."""
-    told: Mapping[str, object] = {"loss": 1 / step, **metrics}
-    callback.on_trial_result(trial(name, step=step), StepReport(step=step, metrics=told, trained_seconds=step * 0.5))
+    reported: Mapping[str, object] = {"loss": 1 / step, **metrics}
+    callback.on_trial_result(
+        trial(name, step=step), StepReport(step=step, metrics=reported, trained_seconds=step * 0.5)
+    )
 
 
 def killed(callback: Callback, *, name: str = "00000") -> None:

@@ -182,10 +182,10 @@ def offline_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for path in (folder / "e/wandb").glob("offline-run-*/*.wandb"):
         records = [Record.FromString(data) for data in _records(path.read_bytes())]
-        told = [each.history for each in records if each.WhichOneof("record_type") == "history"]
+        rows = [each.history for each in records if each.WhichOneof("record_type") == "history"]
         name = path.stem.removeprefix("run-")
         assert name not in found
-        found[name] = [_row(each.item) for each in told]
+        found[name] = [_row(each.item) for each in rows]
     return found
 
 

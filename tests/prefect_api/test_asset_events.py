@@ -31,8 +31,8 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
         add_asset_metadata(model, _METADATA)
 
     flow(name="trains")(train)()
-    told = [each for each in emitted if each.event.startswith("prefect.asset.")]
-    assert told == [_listed(referenced(source)), _listed(materialized(model, [source], _METADATA))]
+    listed = [each for each in emitted if each.event.startswith("prefect.asset.")]
+    assert listed == [_listed(referenced(source)), _listed(materialized(model, [source], _METADATA))]
 
 
 def _listed(event: PrefectEvent) -> PrefectEvent:

@@ -23,11 +23,11 @@ class Moody:
     """An application that is too busy for the first requests, and repeats what later ones say."""
 
     refusals: int
-    heard: list[bytes] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.heard.append(body := await Request(scope, receive).body())
-        is_busy = len(self.heard) <= self.refusals
+        self.bodies.append(body := await Request(scope, receive).body())
+        is_busy = len(self.bodies) <= self.refusals
         await PlainTextResponse(body, 503 if is_busy else 201)(scope, receive, send)
         if is_busy:
             raise OSError("database is locked")  # as Starlette does, for the log
@@ -49,20 +49,20 @@ def test_who_is_refused_since_somebody_else_writes_hears_of_it_only_when_it_last
     app = Moody(refusals)
     answer = answered(app)
     assert (answer.status_code, answer.content) == (201, b"flow run" * 100_000)
-    assert app.heard == [answer.content] * (refusals + 1)
+    assert app.bodies == [answer.content] * (refusals + 1)
 
 
 def test_a_refusal_that_lasts_is_told_as_it_is() -> None:
     app = Moody(100)
     assert answered(app).status_code == 503
-    assert len(app.heard) == 3
+    assert len(app.bodies) == 3
 
 
 def test_a_refusal_that_took_its_time_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_server, "_AT_ONCE_SECONDS", 0.0)
     app = Moody(1)
     assert answered(app).status_code == 503
-    assert len(app.heard) == 1
+    assert len(app.bodies) == 1
 
 
 @pytest.mark.parametrize("refusals", [2, 3])

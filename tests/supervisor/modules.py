@@ -16,7 +16,7 @@ from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
+    LogRecorder,
     family,
     log_to,
     metrics_of,
@@ -68,8 +68,8 @@ def ours() -> Iterator[Family]:
 
 
 @pytest.fixture
-def hearing() -> Hearing:
-    return Hearing()
+def recorder() -> LogRecorder:
+    return LogRecorder()
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ Trains = Callable[..., Any]
 
 
 @pytest.fixture
-def trains(module: Module, ours: Family, hearing: Hearing) -> Trains:
+def trains(module: Module, ours: Family, recorder: LogRecorder) -> Trains:
     """Train one trial after the other in a pool; return their metrics."""
     del ours
 
@@ -92,7 +92,7 @@ def trains(module: Module, ours: Family, hearing: Hearing) -> Trains:
         found = []
         with TrialProcessPool(slots=2, reuse=reuse) as pool:
             for number in range(count):
-                with pool.process(module.start(number), log_to(hearing)) as channel:
+                with pool.process(module.start(number), log_to(recorder)) as channel:
                     found.append(dict(metrics_of(channel)))
         return found
 

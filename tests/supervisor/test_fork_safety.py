@@ -19,9 +19,9 @@ from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
-    heard,
+    LogRecorder,
     log_to,
+    messages_of,
     nothing_left,
     until,
 )
@@ -32,13 +32,13 @@ from tests.supervisor.modules import QUIET, Module, Trains, different
 
 @pytest.mark.parametrize("reuse", ["auto", "fork"])
 def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
-    trains: Trains, module: Module, hearing: Hearing, reuse: Reuse
+    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
 ) -> None:
     found = trains(5, reuse)
     assert [each["x"] for each in found] == [0, 1, 2, 3, 4]
     assert (len(module.imports), different(found)) == (1, 5)
     assert module.imports[0] not in {each["pid"] for each in found}
-    assert hearing.lines == []
+    assert recorder.lines == []
 
 
 def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
@@ -46,10 +46,10 @@ def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module
     assert module.imports == [each["pid"] for each in found]
 
 
-def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, hearing: Hearing) -> None:
+def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, recorder: LogRecorder) -> None:
     module.write(QUIET + "\nimport sys; print('hello'); print('beware', file=sys.stderr)")
     trains(3)
-    assert sorted(hearing.lines) == ["beware", "hello"]
+    assert sorted(recorder.lines) == ["beware", "hello"]
 
 
 def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
@@ -118,18 +118,20 @@ def test_the_import_may_replace_the_finders_of_modules(trains: Trains, module: M
     assert [each["x"] for each in trains(2, reuse)] == [0, 1]
 
 
-def test_a_child_that_the_import_forks_does_not_answer_for_it(trains: Trains, module: Module, hearing: Hearing) -> None:
+def test_a_child_that_the_import_forks_does_not_answer_for_it(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
     module.write("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()\n" + QUIET)
     assert different(trains(2, "fork")) == 2
-    assert hearing.lines == []
+    assert recorder.lines == []
 
 
 def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
-    trains: Trains, module: Module, hearing: Hearing
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))\n" + QUIET)
     assert (different(trains(8, "fork")), len(module.imports)) == (8, 1)
-    assert set(hearing.lines) == {"x" * 30_000}
+    assert set(recorder.lines) == {"x" * 30_000}
 
 
 def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
@@ -168,15 +170,15 @@ def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trai
 
 @pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
-    module: Module, ours: Family, hearing: Hearing, reuse: Reuse
+    module: Module, ours: Family, recorder: LogRecorder, reuse: Reuse
 ) -> None:
     del ours
     codes = []
     with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
-            with pool.process(module.start(), log_to(hearing)) as channel:
-                codes += [each.code for each in heard(channel) if isinstance(each, TrainableLoaded)]
+            with pool.process(module.start(), log_to(recorder)) as channel:
+                codes += [each.code for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
     assert codes[0]
     assert codes == codes[:1] * 2
 
@@ -246,11 +248,11 @@ REASONS = {
 
 @pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
 def test_a_process_that_cannot_be_forked_safely_serves_one_trial_after_the_other(
-    trains: Trains, module: Module, hearing: Hearing, why: str, body: str
+    trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
 ) -> None:
     module.write(dedent(body) + QUIET)
     found = trains(3)
-    (reason,) = hearing.lines
+    (reason,) = recorder.lines
     assert why in reason
     assert "a process that has imported it serves one trial after the other" in reason
     kept = not why.startswith("its import started processes")  # such a process is no clean one
@@ -258,30 +260,30 @@ def test_a_process_that_cannot_be_forked_safely_serves_one_trial_after_the_other
 
 
 def test_forks_where_they_are_not_safe_are_new_processes_if_none_may_be_kept(
-    trains: Trains, module: Module, hearing: Hearing
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("import socket\nleft = socket.socket()\n" + QUIET)
     found = trains(3, "fork")
     assert (different(found), len(module.imports)) == (3, 4)
-    assert "each trial imports it" in hearing.lines[0]
+    assert "each trial imports it" in recorder.lines[0]
 
 
-def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: Family, recorder: LogRecorder) -> None:
     del ours
     module.write("raise RuntimeError('no licence')")
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
-        (broke,) = heard(channel)
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        (broke,) = messages_of(channel)
     assert isinstance(broke, Broke)
     assert "cannot be imported: RuntimeError: no licence" in broke.message
-    assert "cannot be imported: RuntimeError: no licence" in hearing.lines[0]
+    assert "cannot be imported: RuntimeError: no licence" in recorder.lines[0]
 
 
-def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Family, recorder: LogRecorder) -> None:
     del ours
     module.write(f"raise ValueError({'あ' * 900!r})")
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
-        assert isinstance(heard(channel)[-1], Broke)
-    assert "cannot be imported: ValueError: ああ" in hearing.lines[0]
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        assert isinstance(messages_of(channel)[-1], Broke)
+    assert "cannot be imported: ValueError: ああ" in recorder.lines[0]
 
 
 def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
@@ -303,33 +305,35 @@ def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, modu
     assert (len(trains(2, "fork")), len(module.imports)) == (2, 1)
 
 
-def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, ours: Family, recorder: LogRecorder) -> None:
     module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
     ours.require_none()
 
 
-def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_an_import_that_ends_its_process_is_left_to_the_trial(
+    module: Module, ours: Family, recorder: LogRecorder
+) -> None:
     del ours
     module.write("os._exit(3)")
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
-        assert heard(channel) == []
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        assert messages_of(channel) == []
         assert channel.end() == "exited with code 3"
-    assert "its import ended the process" in hearing.lines[0]
+    assert "its import ended the process" in recorder.lines[0]
 
 
 def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(
-    module: Module, ours: Family, hearing: Hearing
+    module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write("import time; time.sleep(600)")
     stop = threading.Event()
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
         stop.set()
-        with pool.process(module.start(), log_to(hearing), stop=stop) as channel:
+        with pool.process(module.start(), log_to(recorder), stop=stop) as channel:
             until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
     ours.require_none()

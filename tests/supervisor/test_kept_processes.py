@@ -17,9 +17,9 @@ from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.processes.worker_pools import worker_pool
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
-    heard,
+    LogRecorder,
     log_to,
+    messages_of,
     metrics_of,
     nothing_left,
     start_of,
@@ -92,19 +92,19 @@ def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Train
     assert different(trains(3, "keep")) == 3
 
 
-def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Family, recorder: LogRecorder) -> None:
     del ours
     module.write("def measured(config): 1 / config['x']; return {}")
     with TrialProcessPool(slots=1, reuse="keep") as pool:
-        with pool.process(module.start(0), log_to(hearing)) as channel:
-            assert isinstance(heard(channel)[-1], Broke)
-        with pool.process(module.start(1), log_to(hearing)) as channel:
-            assert isinstance(heard(channel)[-1], TrialEnded)
+        with pool.process(module.start(0), log_to(recorder)) as channel:
+            assert isinstance(messages_of(channel)[-1], Broke)
+        with pool.process(module.start(1), log_to(recorder)) as channel:
+            assert isinstance(messages_of(channel)[-1], TrialEnded)
     assert len(set(module.imports)) == 2
 
 
 def test_a_trial_that_fails_only_after_an_earlier_one_begins_again_in_a_new_process(
-    trains: Trains, module: Module, hearing: Hearing
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("""
         calls = []
@@ -116,39 +116,41 @@ def test_a_trial_that_fails_only_after_an_earlier_one_begins_again_in_a_new_proc
     """)
     found = trains(3, "keep")
     assert ([each["x"] for each in found], different(found)) == ([0, 1, 2], 3)
-    (line,) = set(hearing.lines)
+    (line,) = set(recorder.lines)
     assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
 
 
-def test_a_trial_that_fails_in_a_new_process_too_has_failed(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_a_trial_that_fails_in_a_new_process_too_has_failed(
+    module: Module, ours: Family, recorder: LogRecorder
+) -> None:
     del ours
     module.write("def measured(config): 1 / config['x']; return {}")
     with TrialProcessPool(slots=1, reuse="keep") as pool:
         for x, end in ((1, TrialEnded), (0, Broke)):
-            with pool.process(module.start(x), log_to(hearing)) as channel:
-                assert isinstance(heard(channel)[-1], end)
+            with pool.process(module.start(x), log_to(recorder)) as channel:
+                assert isinstance(messages_of(channel)[-1], end)
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
 def test_a_worker_whose_devices_change_trains_in_another_process(
-    module: Module, ours: Family, hearing: Hearing, monkeypatch: pytest.MonkeyPatch, name: str
+    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     del ours
     pids = []
     with TrialProcessPool(slots=1, reuse="keep") as pool:
         for value in ("1", "1", "2"):
             monkeypatch.setenv(name, value)
-            with pool.process(module.start(), log_to(hearing)) as channel:
+            with pool.process(module.start(), log_to(recorder)) as channel:
                 pids.append(metrics_of(channel)["pid"])
     assert (pids[0] == pids[1], pids[1] == pids[2]) == (True, False)
 
 
 def test_a_trial_whose_process_serves_no_other_is_not_inspected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hearing: Hearing
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorder: LogRecorder
 ) -> None:
     monkeypatch.setattr(ProcessState, "now", None)  # it reads /proc, which other systems lack
     start = start_of(lambda _config: {"x": 1}, tmp_path)
-    with trial_in_place(start, log_to(hearing)) as channel:
+    with trial_in_place(start, log_to(recorder)) as channel:
         assert metrics_of(channel) == {"x": 1}
 
 
@@ -156,80 +158,82 @@ def test_a_trial_whose_process_serves_no_other_is_not_inspected(
 
 
 def test_a_single_trials_process_imports_its_module_before_it_is_needed(
-    module: Module, ours: Family, hearing: Hearing
+    module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write(
         "os.environ['SET'] = 'yes'\ndef measured(config): return {'x': config['x'], 'set': os.environ.get('SET')}"
     )
     with TrialProcessPool(slots=0) as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
-        with pool.process(module.start(7), log_to(hearing)) as channel:
+        with pool.process(module.start(7), log_to(recorder)) as channel:
             found = metrics_of(channel)
         assert (found["x"], [found["pid"]], found["set"]) == (7, module.imports, "yes")
     ours.require_none()
 
 
 def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
-    module: Module, ours: Family, hearing: Hearing
+    module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write("os._exit(3)")
     with TrialProcessPool(slots=0) as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
         until(
             lambda: ours.names() <= {"tune-forkserver", "tune-subreaper"}, what=lambda: f"its end, not {ours.names()}"
         )
-        with pool.process(module.start(), log_to(hearing)) as channel:
-            assert heard(channel) == []
+        with pool.process(module.start(), log_to(recorder)) as channel:
+            assert messages_of(channel) == []
             assert channel.end() == "exited with code 3"
 
 
 def test_a_long_message_to_a_process_that_imports_ahead_does_not_wait_for_the_import(
-    module: Module, ours: Family, hearing: Hearing
+    module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write("import time; time.sleep(600)")
     start, stop = module.start(), threading.Event()
     stop.set()
     with nothing_left(), TrialProcessPool(slots=0) as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
         long = start.model_copy(update={"config": {"text": "x" * 3_000_000}})
-        with pool.process(long, log_to(hearing), stop=stop) as channel:
+        with pool.process(long, log_to(recorder), stop=stop) as channel:
             until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
     ours.require_none()
 
 
-def test_an_import_ahead_that_prints_much_goes_on(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_an_import_ahead_that_prints_much_goes_on(module: Module, ours: Family, recorder: LogRecorder) -> None:
     module.write("print('x' * 60_000 + '\\n' + 'x' * 60_000)\ndef measured(config): return {'x': len(config['text'])}")
     with TrialProcessPool(slots=0) as pool:
-        pool.prepare(f"{module.name}:train", log_to(hearing))
+        pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
         start = module.start().model_copy(update={"config": {"text": "x" * 3_000_000}})
-        with pool.process(start, log_to(hearing)) as channel:
+        with pool.process(start, log_to(recorder)) as channel:
             found = metrics_of(channel)
     assert (found["x"], [found["pid"]]) == (3_000_000, module.imports)
-    assert hearing.lines == ["x" * 60_000] * 2
+    assert recorder.lines == ["x" * 60_000] * 2
     ours.require_none()
 
 
-def test_a_long_pickle_is_not_imported_ahead(ours: Family, hearing: Hearing, tmp_path: Path) -> None:
+def test_a_long_pickle_is_not_imported_ahead(ours: Family, recorder: LogRecorder, tmp_path: Path) -> None:
     weights = bytes(3_000_000)
     start = start_of(lambda _config: {"size": len(weights)}, tmp_path)
     with TrialProcessPool(slots=0) as pool:
-        pool.prepare(start.trainable, log_to(hearing))
+        pool.prepare(start.trainable, log_to(recorder))
         assert not ours.pids("trial")
-        with pool.process(start, log_to(hearing)) as channel:
+        with pool.process(start, log_to(recorder)) as channel:
             assert metrics_of(channel) == {"size": 3_000_000}
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker
 
 
-def test_attempts_of_a_search_in_one_worker_share_an_import(module: Module, ours: Family, hearing: Hearing) -> None:
+def test_attempts_of_a_search_in_one_worker_share_an_import(
+    module: Module, ours: Family, recorder: LogRecorder
+) -> None:
     def train(search: str) -> int:
-        with worker_pool(search, "auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+        with worker_pool(search, "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
             return int(metrics_of(channel)["pid"])
 
     with ThreadPoolExecutor(3) as threads:
@@ -243,9 +247,9 @@ def test_attempts_of_a_search_in_one_worker_share_an_import(module: Module, ours
 
 
 def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
-    module: Module, ours: Family, hearing: Hearing, monkeypatch: pytest.MonkeyPatch
+    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pools, "_IDLE", timedelta(0))
-    with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+    with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         metrics_of(channel)
     ours.require_none()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, metrics_of, start_of
+from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of
 from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 
 
 def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
@@ -23,14 +23,14 @@ def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses
             found = metrics_of(channel)
             channel.end()
     assert found["code"] == 7
-    assert [each.step for each in told(witness) if each.act == "cleanup"] == [found["pid"]]
+    assert [each.step for each in acts_of(witness) if each.act == "cleanup"] == [found["pid"]]
 
 
 def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
     with family(), TrialProcessPool(slots=1) as made:
         for _ in range(2):
             with made.process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
-                *said, ended = heard(channel)
+                *said, ended = messages_of(channel)
                 assert isinstance(ended, TrialEnded), ended
                 channel.end()
     metrics = [each.report.metrics for each in said if isinstance(each, StepDone)]
@@ -44,7 +44,7 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         with ExitStack() as trials:
             start = start_of(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
             for channel in [trials.enter_context(made.process(start, LOG)) for _ in range(4)]:
-                assert isinstance(heard(channel)[-1], TrialEnded)
+                assert isinstance(messages_of(channel)[-1], TrialEnded)
         began = time.monotonic()
         pool.close()
         assert time.monotonic() - began < 15  # one by one it takes 20
@@ -55,6 +55,6 @@ def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: 
     directory.mkdir()
     start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
     with family(), TrialProcessPool(slots=1) as made, made.process(start, LOG) as channel:
-        ended = heard(channel, seconds=30)[-1]
+        ended = messages_of(channel, seconds=30)[-1]
     assert isinstance(ended, Broke)
     assert ended.message == f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"

@@ -30,7 +30,7 @@ from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
+    LogRecorder,
     family,
     log_to,
     metrics_of,
@@ -39,9 +39,9 @@ from tests.fakes.trial_processes import (
     until,
 )
 from tests.trainables import parallel
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 _SLOW_SECONDS = 100.0  # of a machine that is busy with other tests: some start many Pythons
 _WAYS = [name for name in parallel.WAYS if name != "DataLoader"]
 
@@ -153,7 +153,7 @@ def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> Fro
 
 
 def pids_of_trials(witness: Path) -> set[int]:
-    return {each.pid for each in told(witness) if each.act == "trained"}
+    return {each.pid for each in acts_of(witness) if each.act == "trained"}
 
 
 def _end(ends: str, channel: TrialChannel, witness: Path) -> None:

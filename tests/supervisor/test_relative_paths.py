@@ -16,10 +16,10 @@ from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, 
 from prefect_tune.loggers import CSVLogger
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.trainables import reporters
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 
 
 @pytest.mark.parametrize("path", ["checkpoint", "../here/checkpoint", "latest"])
@@ -54,7 +54,7 @@ def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_i
 ) -> None:
     config = {"seen_from": str(tmp_path), "path": "nothing"}
     with pool.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
-        *_, broke = heard(channel)
+        *_, broke = messages_of(channel)
     assert isinstance(broke, Broke)
     assert f"expected a local directory in the working directory {tmp_path}" in broke.message
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_na
     (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
     config = {"seen_from": str(tmp_path)}
     with pool.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
-        *_, broke = heard(channel)
+        *_, broke = messages_of(channel)
     assert isinstance(broke, Broke)
     assert "a checkpoint that is on a target already need not be reported" in broke.message
 

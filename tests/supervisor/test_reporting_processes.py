@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.trainables import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
@@ -56,7 +56,7 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
 
 
 def metrics_after(channel: TrialChannel) -> Mapping[str, Any]:
-    *_, last, ended = heard(channel)
+    *_, last, ended = messages_of(channel)
     assert isinstance(ended, TrialEnded), ended
     assert isinstance(last, StepDone)
     return last.report.metrics
@@ -68,7 +68,7 @@ def metrics_after(channel: TrialChannel) -> Mapping[str, Any]:
 def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(opened: Opened, tmp_path: Path) -> None:
     times = 20
     start = start_of(reporters.reports_from_threads, tmp_path, {"times": times})
-    with opened(start, log_to(Hearing())) as channel:
+    with opened(start, log_to(LogRecorder())) as channel:
         messages = served(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, reporters.THREADS * times + 1))
@@ -84,8 +84,8 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.waits_in_a_thread, tmp_path, milestone=3)
-    hearing = Hearing()
-    with pool.process(start, log_to(hearing)) as channel:
+    recorder = LogRecorder()
+    with pool.process(start, log_to(recorder)) as channel:
         assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
@@ -96,7 +96,7 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
         channel.tell(Leave(reason="enough", save=False, for_good=True))
         assert next_of(channel) == TrialEnded(reason="enough", left=True)
         channel.end()
-    assert not hearing.lines, "each thread has left, and printed nothing"
+    assert not recorder.lines, "each thread has left, and printed nothing"
 
 
 @pytest.mark.parametrize("isolation", ["forked", "in place"])
@@ -107,8 +107,8 @@ def test_a_trial_ends_although_only_a_thread_of_it_is_told(
         reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
     )
     opened: Opened = pool.process if isolation == "forked" else trial_in_place
-    with opened(start, log_to(Hearing())) as channel:
-        *_, ended = heard(channel)
+    with opened(start, log_to(LogRecorder())) as channel:
+        *_, ended = messages_of(channel)
         assert isinstance(ended, TrialEnded)
         assert "3" in ended.reason
         if isolation == "forked":
@@ -123,8 +123,8 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
 ) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
-    with pool.process(start, log_to(Hearing())) as channel:
-        messages = heard(channel)
+    with pool.process(start, log_to(LogRecorder())) as channel:
+        messages = messages_of(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
     found: Any = steps[-1].report.metrics["said"]
@@ -137,7 +137,7 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
 
 def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
-    with pool.process(start, log_to(Hearing())) as channel:
+    with pool.process(start, log_to(LogRecorder())) as channel:
         (said,) = metrics_after(channel)["said"]
     assert "pt.report(): expected process " in said
     assert "which trains trial 't'" in said
@@ -145,12 +145,12 @@ def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool,
 
 
 def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
-    with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(Hearing())) as channel:
+    with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(LogRecorder())) as channel:
         assert metrics_after(channel) == {"found": ["t", 0, True]}
 
 
 def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path: Path) -> None:
-    with opened(start_of(reporters.shows_sockets, tmp_path), log_to(Hearing())) as channel:
+    with opened(start_of(reporters.shows_sockets, tmp_path), log_to(LogRecorder())) as channel:
         found = metrics_after(channel)
     assert found["here"]
     assert found["program"] == []
@@ -162,14 +162,14 @@ def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path
 def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_for_the_trial(
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:
-    hearing = Hearing()
-    with opened(start_of(reporters.a_child_comes_out, tmp_path, {"how": how}), log_to(hearing)) as channel:
-        messages = heard(channel)
+    recorder = LogRecorder()
+    with opened(start_of(reporters.a_child_comes_out, tmp_path, {"how": how}), log_to(recorder)) as channel:
+        messages = messages_of(channel)
         channel.end()
     assert [each.report.metrics for each in messages if isinstance(each, StepDone)] == [{"loss": 1.0}, {"code": code}]
     assert isinstance(messages[-1], TrialEnded)
     if opened is not trial_in_place:
-        assert any("the child's own error" in line for line in hearing.lines) == (how == "raise")
+        assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
 
 
 # ------------------------------------------------------------------------------------------------------- ranks

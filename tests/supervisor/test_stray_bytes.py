@@ -16,11 +16,11 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.tasks.test_attempt_supervisor import FakeLedger, line
 from tests.trainables import reporters
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 
 
 def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config: object) -> Outcome:
@@ -59,7 +59,7 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
 
 def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(pool: TrialProcessPool, tmp_path: Path) -> None:
     with pool.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
-        *_, ended = heard(channel)
+        *_, ended = messages_of(channel)
     assert isinstance(ended, Broke)
     assert ended.message.startswith(r"ValueError: the file \udcff in [0, 0, 0,")
     assert ended.message.endswith("0, 0] is not good")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, family, heard, log_to, metrics_of, start_of, until
+from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of, until
 from tests.trainables.forked import daemonizes, looks_around
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 _NOT_TEXT = b"\xff\xfe odd) S"
 
 
@@ -42,8 +42,8 @@ def test_what_an_earlier_trial_of_a_subreaper_has_started_does_not_outlive_it(tm
         for number in (1, 2):
             config = {"witness": str(witness), "gate": ""}
             with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
-                heard(channel)
-                left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
+                messages_of(channel)
+                left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
                 assert len(left) == 3 * number
                 channel.end()
                 assert not set(left) & set(ours.pids())
@@ -87,8 +87,8 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
     with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
         config = {"witness": str(witness), "gate": ""}
         with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
-            assert isinstance(heard(channel)[-1], TrialEnded)
+            assert isinstance(messages_of(channel)[-1], TrialEnded)
             assert channel.end() == "exited with code 0"
-        left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
+        left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
         assert len(left) == 3
         assert not set(left) & set(ours.pids())

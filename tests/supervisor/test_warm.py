@@ -26,10 +26,10 @@ from prefect_tune.supervisor.processes.process_channel import trial_in_place, tr
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
+    LogRecorder,
     family,
-    heard,
     log_to,
+    messages_of,
     metrics_of,
     nothing_left,
     open_descriptors,
@@ -37,9 +37,9 @@ from tests.fakes.trial_processes import (
     until,
 )
 from tests.trainables.forked import AnotherKind, Resettable, looks_around
-from tests.trainables.witness import told
+from tests.trainables.witness import acts_of
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 NOTHING: Mapping[str, str] = {}
 SLOTS = 2
 
@@ -75,7 +75,7 @@ def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
 
 
 def acts(witness: Path) -> list[str]:
-    return [f"{each.act} {each.step}" for each in told(witness)]
+    return [f"{each.act} {each.step}" for each in acts_of(witness)]
 
 
 # ------------------------------------------------------------------------------------------------- which serve
@@ -110,7 +110,7 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
     first = trained(1)
     last = {"step": 1, "metrics": {"done": True}}
     with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
-        (ended,) = heard(channel)
+        (ended,) = messages_of(channel)
     assert isinstance(ended, TrialEnded)
     assert ended.reason == "the trainable reported that it is done"
     assert trained(2)["object"] == first["object"]
@@ -154,7 +154,7 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
         if how == "is given up":
             until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
-            last = heard(channel)[-1]
+            last = messages_of(channel)[-1]
             assert isinstance(last, {"is interrupted": TrialEnded, "is killed": TrainableLoaded}.get(how, Broke))
         served = set(ours.pids("trial"))
         channel.end()
@@ -170,7 +170,7 @@ def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     with pool.process(start, LOG) as channel:
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.tell(Leave(reason="paused", save=False, for_good=False))
-        (ended,) = heard(channel)
+        (ended,) = messages_of(channel)
     assert isinstance(ended, TrialEnded)
     assert (ended.paused, ended.waits) == (True, True)
     trained(2)
@@ -189,7 +189,7 @@ def test_who_waits_serves_only_trials_with_the_same_trainable_and_variables(trai
 @pytest.mark.parametrize("alone", [trial_process, trial_in_place])
 def test_without_a_fork_server_nobody_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
     with alone(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
-        ended = heard(channel)[-1]
+        ended = messages_of(channel)[-1]
         channel.end()
     assert isinstance(ended, TrialEnded)
     assert not ended.waits
@@ -223,10 +223,10 @@ def test_temporary_files_live_as_long_as_their_process_which_may_use_them_yet(
 
 def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp_path: Path) -> None:
     for x, act in ((1, "setup"), (2, "reset"), (3, "reset")):
-        hearing = Hearing()
-        with pool.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(hearing)) as channel:
+        recorder = LogRecorder()
+        with pool.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(recorder)) as channel:
             metrics_of(channel)
-        assert hearing.lines == [f"{act} {x}"]
+        assert recorder.lines == [f"{act} {x}"]
 
 
 def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(pool: TrialProcessPool, tmp_path: Path) -> None:
@@ -247,15 +247,15 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     pool: TrialProcessPool, ours: Family, tmp_path: Path, witness: Path, trained: Trained, when: str
 ) -> None:
     first = trained(1)["pid"]
-    hearing = Hearing()
+    recorder = LogRecorder()
     if when == "as it waits":
         os.kill(first, signal.SIGKILL)
         until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
     config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
-    with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(hearing)) as channel:
+    with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
         found = metrics_of(channel)
     assert (found["x"], found["pid"] != first) == (2, True)
-    said = [line for line in hearing.lines if "kept from an earlier trial ended by SIGKILL" in line]
+    said = [line for line in recorder.lines if "kept from an earlier trial ended by SIGKILL" in line]
     assert len(said) == (when == "as it is reset")
 
 
@@ -268,7 +268,7 @@ def test_who_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
         channel.tell(StopAndSave())
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.tell(CheckpointSaved(step=1))
-        last = heard(channel)[-1]
+        last = messages_of(channel)[-1]
     assert isinstance(last, TrialEnded)
     assert last.interrupted
     assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]

@@ -114,8 +114,8 @@ def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> N
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
-    told = statuses_told()
-    names, rows = cells_of(list(told.state.trials.values()), ["loss"], 200)
+    search = statuses_told()
+    names, rows = cells_of(list(search.state.trials.values()), ["loss"], 200)
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]

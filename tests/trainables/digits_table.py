@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import tell
+from tests.trainables.witness import record_act
 
 ROWS, EPOCHS = 160, 27
 _TABLE = Path(__file__).parents[1] / "data" / "digits_mlp_table.json.gz"
@@ -34,7 +34,7 @@ class DigitsTable(pt.Trainable):
         time.sleep(float(self.config.get("step_seconds", 0)))
         error = curves()[int(self.config["row"])][self.epoch]
         self.epoch += 1
-        tell(self.config.get("witness"), "trained", self.epoch)
+        record_act(self.config.get("witness"), "trained", self.epoch)
         return {"error": error, "row": self.config["row"]}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -42,4 +42,4 @@ class DigitsTable(pt.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.epoch = int(Path(checkpoint_dir, "epoch").read_text())
-        tell(self.config.get("witness"), "loaded", self.epoch)
+        record_act(self.config.get("witness"), "loaded", self.epoch)

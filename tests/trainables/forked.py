@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import hold, tell
+from tests.trainables.witness import hold, record_act
 
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
@@ -61,14 +61,14 @@ def dies(config: Config) -> None:
 
 def waits(config: Config) -> Metrics:
     """Says so, then trains until the file `config["gate"]` is there."""
-    tell(config["witness"], "begin", 1)
+    record_act(config["witness"], "begin", 1)
     hold(config["gate"])
     return {"pid": os.getpid()}
 
 
 def computes(config: Config) -> None:
     """Never comes back from C code that holds the interpreter."""
-    tell(config["witness"], "begin", 1)
+    record_act(config["witness"], "begin", 1)
     re.match("(a+)+$", "a" * 64 + "b")
 
 
@@ -80,15 +80,15 @@ def daemonizes(config: Config) -> Metrics:
     trap = "trap '' TERM; " if config.get("stubborn") else ""
     for detached in (False, True):
         child = subprocess.Popen(["sh", "-c", f"{trap}exec sleep 1000"], start_new_session=detached)
-        tell(config["witness"], "child", child.pid)
+        record_act(config["witness"], "child", child.pid)
     ignored = "signal.signal(15, signal.SIG_IGN); " if config.get("stubborn") else ""
     sleep = "os.fork() or os.close(1) or os.execlp('sleep', 'sleep', '1000')"
     script = f"import os, signal; os.setsid(); {ignored}print({sleep})"
     orphan = subprocess.run([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
-    tell(config["witness"], "orphan", int(orphan))
+    record_act(config["witness"], "orphan", int(orphan))
     for _ in range(3):  # orphans that end before the trial does
         subprocess.run(["sh", "-c", "sleep 0.01 &"], check=True)
-    tell(config["witness"], "begin", 1)
+    record_act(config["witness"], "begin", 1)
     hold(config.get("gate"), seconds=float(config.get("seconds", 60)))
     return {"pid": os.getpid()}
 
@@ -138,15 +138,15 @@ class Resettable(pt.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.count = int(Path(checkpoint_dir, "count").read_text())
-        tell(self.config.get("witness"), "loaded", self.count)
+        record_act(self.config.get("witness"), "loaded", self.count)
 
     def cleanup(self) -> None:
-        tell(self.config.get("witness"), "cleanup", int(self.config.get("x") or 0))
+        record_act(self.config.get("witness"), "cleanup", int(self.config.get("x") or 0))
         print("cleaned up")
 
     def _begin(self, act: str, config: Config) -> None:
         self.config, self.count = config, 0
-        tell(config.get("witness"), act, int(config.get("x") or 0))
+        record_act(config.get("witness"), act, int(config.get("x") or 0))
         print(act, config.get("x"))
 
     def _raise(self, message: object) -> None:

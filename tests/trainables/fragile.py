@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.trainables.counting import Counting
-from tests.trainables.witness import hold, tell
+from tests.trainables.witness import hold, record_act
 
 
 class Fragile(Counting):
@@ -18,7 +18,7 @@ class Fragile(Counting):
         time.sleep(float(self.config.get("step_seconds", 0)))
         if self.count == 2 and self.config.get("breaks"):
             raise ArithmeticError(f"x is too large: {self.config['x']}")
-        tell(self.config.get("witness"), "trained", self.count)
+        record_act(self.config.get("witness"), "trained", self.count)
         if self.count == 3:
             hold(self.config.get("gate"))
         return {"loss": float(self.config["x"])}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import tell
+from tests.trainables.witness import record_act
 
 
 class Inquisitive(pt.Trainable):
@@ -25,7 +25,7 @@ class Inquisitive(pt.Trainable):
             self.by = int(answer["by"])
         self.steps += 1
         self.count += self.by
-        tell(self.config.get("witness"), "trained", self.steps)
+        record_act(self.config.get("witness"), "trained", self.steps)
         return {"count": self.count}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -33,4 +33,4 @@ class Inquisitive(pt.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.steps, self.count, self.by = map(int, Path(checkpoint_dir, "state").read_text().split())
-        tell(self.config.get("witness"), "loaded", self.steps)
+        record_act(self.config.get("witness"), "loaded", self.steps)

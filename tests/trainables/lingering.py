@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import hold, tell
+from tests.trainables.witness import hold, record_act
 
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
@@ -48,7 +48,7 @@ class ForksInAStep(_Stateless):
         return {"code": os.waitstatus_to_exitcode(status), "pid": os.getpid()}
 
     def cleanup(self) -> None:
-        tell(self.config["witness"], "cleanup", os.getpid())
+        record_act(self.config["witness"], "cleanup", os.getpid())
 
 
 class LateThread(_Stateless):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import prefect_tune as pt
-from tests.trainables.witness import hold, tell
+from tests.trainables.witness import hold, record_act
 
 Array = NDArray[np.float64]
 _INPUTS, _HIDDEN, _CLASSES, _EXAMPLES, _BATCH = 16, 64, 5, 192, 32
@@ -115,21 +115,21 @@ class NumpyMlp(pt.Trainable):
     def step(self) -> Mapping[str, Any]:
         if self.model.step + 1 == self.config.get("gate_step"):
             hold(self.config["gate"])
-        tell(self.config.get("witness"), "begin", self.model.step + 1)
+        record_act(self.config.get("witness"), "begin", self.model.step + 1)
         metrics = self.model.train_step()
-        tell(self.config.get("witness"), "trained", self.model.step)
+        record_act(self.config.get("witness"), "trained", self.model.step)
         return metrics
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        tell(self.config.get("witness"), "saving", self.model.step)
+        record_act(self.config.get("witness"), "saving", self.model.step)
         if self.model.step >= self.config.get("slow_from_step", 0):
             time.sleep(float(self.config.get("save_seconds", 0)))
         self.model.save(checkpoint_dir)
-        tell(self.config.get("witness"), "saved", self.model.step)
+        record_act(self.config.get("witness"), "saved", self.model.step)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.model.load(checkpoint_dir)
-        tell(self.config.get("witness"), "loaded", self.model.step)
+        record_act(self.config.get("witness"), "loaded", self.model.step)
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -138,11 +138,11 @@ def train(config: Mapping[str, Any]) -> None:
     if checkpoint := pt.get_checkpoint():
         with checkpoint.as_directory() as directory:
             model.load(directory)
-        tell(config.get("witness"), "loaded", model.step)
+        record_act(config.get("witness"), "loaded", model.step)
     while True:
-        tell(config.get("witness"), "begin", model.step + 1)
+        record_act(config.get("witness"), "begin", model.step + 1)
         metrics = model.train_step()
-        tell(config.get("witness"), "trained", model.step)
+        record_act(config.get("witness"), "trained", model.step)
         if model.step % config.get("interval", 5) == 0 or pt.get_trial().should_checkpoint:
             _report_saved(model, metrics)
         else:
@@ -152,7 +152,7 @@ def train(config: Mapping[str, Any]) -> None:
 def _report_saved(model: Mlp, metrics: Mapping[str, Any]) -> None:
     directory = tempfile.mkdtemp()
     try:
-        tell(model.config.get("witness"), "saving", model.step)
+        record_act(model.config.get("witness"), "saving", model.step)
         model.save(directory)
         pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory))
     finally:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import tell
+from tests.trainables.witness import record_act
 
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
@@ -34,22 +34,22 @@ def trains(config: Config) -> None:
             with TemporaryDirectory() as directory:
                 Path(directory, "step").write_text(str(step))
                 pt.report({"step": step}, checkpoint=pt.Checkpoint.from_directory(directory))
-            tell(config["witness"], "trained", step)
+            record_act(config["witness"], "trained", step)
             time.sleep(0.02)
 
 
 def busy(witness: str, seconds: float = 600) -> None:
     """Say so, and compute: a worker that nobody waits for."""
-    tell(witness, "worker", 0)
+    record_act(witness, "worker", 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
 
 
 def _wait_for_workers(config: Config, count: int) -> None:
-    from tests.trainables.witness import told
+    from tests.trainables.witness import acts_of
 
-    while sum(each.act == "worker" for each in told(Path(config["witness"]))) < count:
+    while sum(each.act == "worker" for each in acts_of(Path(config["witness"]))) < count:
         time.sleep(0.005)
 
 
@@ -86,14 +86,14 @@ def _loky(config: Config) -> Iterator[None]:
 
 
 def _sum(numbers: Any, witness: str) -> float:
-    tell(witness, "worker", 0)
+    record_act(witness, "worker", 0)
     return float(numbers.sum())
 
 
 @contextmanager
 def _subprocess(config: Config) -> Iterator[None]:
     with subprocess.Popen(["sh", "-c", "sleep 600; true"]) as child:
-        tell(config["witness"], "worker", 0)
+        record_act(config["witness"], "worker", 0)
         try:
             yield
         finally:
@@ -105,7 +105,7 @@ def _daemon(config: Config) -> Iterator[None]:
     """Twice forked, in a session of its own; nobody ends it."""
     script = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
     subprocess.run([sys.executable, "-S", "-c", script], check=True)
-    tell(config["witness"], "worker", 0)
+    record_act(config["witness"], "worker", 0)
     yield
 
 
@@ -114,7 +114,7 @@ def _shared_memory(config: Config) -> Iterator[None]:
     """A segment that only multiprocessing's resource tracker removes, where its maker is killed."""
     with closing(SharedMemory(create=True, size=1 << 16)) as memory:
         Path(config["witness"]).with_suffix(".shared").write_text(memory.name)
-        tell(config["witness"], "worker", 0)
+        record_act(config["witness"], "worker", 0)
         yield
         memory.unlink()
 
@@ -129,7 +129,7 @@ def _data_loader(config: Config) -> Iterator[None]:
     with ExitStack() as stack:
         batches = iter(loader)
         next(batches)
-        tell(config["witness"], "worker", 0)
+        record_act(config["witness"], "worker", 0)
         stack.callback(batches._shutdown_workers)  # type: ignore[attr-defined]  # as its `__del__`
         yield
 

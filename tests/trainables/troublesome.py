@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import prefect_tune as pt
-from tests.trainables.witness import tell
+from tests.trainables.witness import record_act
 
 
 def _raise() -> NoReturn:
@@ -72,7 +72,7 @@ class Counter(pt.Trainable):
         self._maybe_fail("setup")
 
     def step(self) -> Mapping[str, Any]:
-        tell(self.config.get("witness"), "begin", self.count + 1)
+        record_act(self.config.get("witness"), "begin", self.count + 1)
         self._maybe_die_of_poison()
         self.count += 1
         time.sleep(float(self.config.get("step_seconds", 0)))
@@ -88,11 +88,11 @@ class Counter(pt.Trainable):
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.count = json.loads(Path(checkpoint_dir, "count.json").read_text())
         self.loaded = self.count
-        tell(self.config.get("witness"), "loaded", self.count)
+        record_act(self.config.get("witness"), "loaded", self.count)
         self._maybe_fail("load")
 
     def cleanup(self) -> None:
-        tell(self.config.get("witness"), "cleanup", self.count)
+        record_act(self.config.get("witness"), "cleanup", self.count)
         self._maybe_fail("cleanup")
 
     def _metrics(self) -> Mapping[str, Any]:
@@ -128,7 +128,7 @@ class LeavesChildren(Counter):
     def step(self) -> Mapping[str, Any]:
         if self.count == 0:
             child = subprocess.Popen(["sleep", "1000"])
-            tell(self.config["witness"], "spawned", child.pid)
+            record_act(self.config["witness"], "spawned", child.pid)
         return super().step()
 
 
@@ -148,10 +148,10 @@ def count(config: Mapping[str, Any]) -> None:
     if checkpoint := pt.get_checkpoint():
         with checkpoint.as_directory() as directory:
             at = json.loads(Path(directory, "count.json").read_text())
-        tell(config.get("witness"), "loaded", at)
+        record_act(config.get("witness"), "loaded", at)
     while True:
         at += 1
-        tell(config.get("witness"), "begin", at)
+        record_act(config.get("witness"), "begin", at)
         if at % 5:
             pt.report({"count": at})
             continue

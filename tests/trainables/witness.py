@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Act:
     """One line: which process did what, at which step."""
 
     pid: int
@@ -18,7 +18,7 @@ class Told:
     step: int
 
 
-def tell(path: object, act: str, step: int) -> None:
+def record_act(path: object, act: str, step: int) -> None:
     """Append a line in one write; what was told before a kill stays told."""
     if not path:
         return
@@ -36,9 +36,9 @@ def hold(gate: object, *, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def told(path: Path) -> Sequence[Told]:
+def acts_of(path: Path) -> Sequence[Act]:
     """Return every whole line so far."""
     if not path.exists():
         return ()
     lines = path.read_text().split("\n")[:-1]
-    return tuple(Told(int(pid), act, int(step)) for pid, act, step in (line.split() for line in lines))
+    return tuple(Act(int(pid), act, int(step)) for pid, act, step in (line.split() for line in lines))

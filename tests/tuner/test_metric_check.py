@@ -40,7 +40,7 @@ class Search:
         self.check = MetricCheck(Objective(metrics=metrics, modes=("min",) * len(metrics)), LOG)
         self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
 
-    def tells(self, trial: str = T, **metrics: object) -> None:
+    def reports(self, trial: str = T, **metrics: object) -> None:
         self.check.reported(StepReported(trial, StepReport(step=1, metrics=metrics), asks=False), self.state)
 
     def happens(self, *events: Event) -> None:
@@ -68,7 +68,7 @@ def test_a_metric_that_the_first_report_lacks_is_named_once_with_the_one_that_wa
 ) -> None:
     search = Search("los")
     for _ in range(3):
-        search.tells(loss=1.0)
+        search.reports(loss=1.0)
     assert caplog.messages == [f"{FIRST} a trial completes{SILENT}; did you mean 'loss'?"]
     assert not search.why_end
 
@@ -108,10 +108,10 @@ def test_a_search_ends_only_once_the_trials_that_train_meanwhile_have_reported_t
     assert not search.why_end
     search.happens(AttemptEnded(trial="00001", cause=Cause.PREEMPTED, message=""))
     assert not search.why_end
-    search.tells("00002", loss=1.0)
+    search.reports("00002", loss=1.0)
     assert search.why_end == CERTAIN
     assert not search.check.came_late
-    search.tells("00003", los=1.0)
+    search.reports("00003", los=1.0)
     assert search.check.came_late
     assert search.why_end == CERTAIN
 
@@ -122,7 +122,7 @@ def test_a_search_continues_if_a_trial_that_trains_meanwhile_reports_the_metric(
     search.happens(TrialAdded(trial=other, config={}, apart=True), Started(trial=other, attempt=1, from_step=0))
     search.happens(*trial([{"val_loss": 1.0}]))
     assert not search.why_end
-    search.tells(other, loss=1.0)
+    search.reports(other, loss=1.0)
     search.happens(Finished(trial=other, reason="the trainable returned"))
     assert not search.why_end
 
@@ -159,7 +159,7 @@ def test_a_trial_that_began_in_an_earlier_run_may_have_reported_it_there() -> No
 
 def test_it_is_certain_when_the_scheduler_cannot_decide_for_lack_of_the_first_metric() -> None:
     search = Search("los", "size")
-    search.tells(loss=1.0)
+    search.reports(loss=1.0)
     assert search.check.why_end(search.state, UNDECIDED) == CERTAIN
 
 
@@ -167,7 +167,7 @@ def test_a_scheduler_that_cannot_decide_about_one_trial_without_a_similar_metric
     None
 ):
     search = Search("accuracy")
-    search.tells(skipped=1)
+    search.reports(skipped=1)
     for _ in range(2):  # of the same trial
         assert not search.check.why_end(search.state, UNDECIDED)
     other = BadMetric("trial 00001, step 1: expected a number for metric 'accuracy'")
@@ -176,19 +176,19 @@ def test_a_scheduler_that_cannot_decide_about_one_trial_without_a_similar_metric
 
 def test_a_scheduler_that_cannot_decide_about_one_trial_ends_no_search_that_knows_the_metric() -> None:
     search = Search("loss", "size")
-    search.tells(loss=1.0)
+    search.reports(loss=1.0)
     assert not search.check.why_end(search.state, UNDECIDED)
 
 
 def test_a_metric_that_is_text_is_reported_as_such(caplog: pytest.LogCaptureFixture) -> None:
-    Search("los").tells(los="1.0")
+    Search("los").reports(los="1.0")
     assert caplog.messages == ["trial 00000 reported the metric 'los' as text, not as a number: '1.0'"]
 
 
 def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     search = Search("los")
-    search.tells(los=float("nan"))
-    search.tells(loss=1.0)
+    search.reports(los=float("nan"))
+    search.reports(loss=1.0)
     assert caplog.messages == []
 
 

@@ -21,7 +21,7 @@ def decided(decision: Decision) -> Happening:
     return Happening(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
-def told(trial: Trial) -> SearchPolicy:
+def policy_of(trial: Trial) -> SearchPolicy:
     schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3).begin(LOSS, 0)
     policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
     policy.record(trial, ADDED)
@@ -36,10 +36,10 @@ def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status
     if status in (Phase.PENDING, Phase.RUNNING):
         assert standing is not None
         assert standing.decision == decision
-        assert told(trial).milestone(trial) == 3
+        assert policy_of(trial).milestone(trial) == 3
     else:
         assert standing is None
-        assert told(trial).milestone(trial) == 9
+        assert policy_of(trial).milestone(trial) == 9
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status
 def test_nothing_else_stands(past: tuple[Happening, ...]) -> None:
     trial = Trial(trial="00000", config={}, past=past)
     assert standing_decision(trial) is None
-    assert told(trial).milestone(trial) == (3 if past == (ADDED,) else 9)
+    assert policy_of(trial).milestone(trial) == (3 if past == (ADDED,) else 9)

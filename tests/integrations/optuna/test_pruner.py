@@ -44,7 +44,7 @@ def accuracy(trial: int, step: int) -> float:
 
 
 @dataclass
-class Told:
+class RecordedSchedule:
     """A schedule, and all that it was told: a resume tells the next one the same."""
 
     pruner: pruners.BasePruner
@@ -60,33 +60,33 @@ class Told:
             getattr(schedule, act)(*arguments)
         return schedule
 
-    def tell(self, act: str, *arguments: object) -> str:
+    def call(self, act: str, *arguments: object) -> str:
         self.events.append((act, arguments))
         decision = getattr(self.schedule, act)(*arguments)
         return "" if decision is None else str(decision.type)
 
     def says(self, trial: int, step: int) -> str:
         report = StepReport(step=step, metrics={"accuracy": accuracy(trial, step)})
-        return self.tell("decide", TrialReport(f"{trial}", report))
+        return self.call("decide", TrialReport(f"{trial}", report))
 
 
-def stopped_at(told: Told, trial: int) -> Iterator[int]:
+def stopped_at(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
     """Train a trial to its end, and yield the steps at which it is told to stop."""
     step = 0
-    while (asked := told.schedule.milestone(f"{trial}", step)) is not None and asked <= STEPS:
+    while (asked := recorded.schedule.milestone(f"{trial}", step)) is not None and asked <= STEPS:
         assert asked > step
         step = asked
-        if told.says(trial, step) == "stop":
+        if recorded.says(trial, step) == "stop":
             yield step
             return
 
 
-def lengths(told: Told) -> list[int]:
+def lengths(recorded: RecordedSchedule) -> list[int]:
     found = []
     for trial in range(TRIALS):
-        told.tell("added", f"{trial}", {})
-        found.append(next(stopped_at(told, trial), STEPS))
-        told.tell("ended", f"{trial}")
+        recorded.call("added", f"{trial}", {})
+        found.append(next(stopped_at(recorded, trial), STEPS))
+        recorded.call("ended", f"{trial}")
     return found
 
 
@@ -114,37 +114,37 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_trials_are_as_long_as_optuna_itself_makes_them(name: str) -> None:
-    found = lengths(Told(PRUNERS[name]()))
+    found = lengths(RecordedSchedule(PRUNERS[name]()))
     assert found == lengths_in_optuna(PRUNERS[name]())
     assert (min(found) < STEPS) == (name != "none")  # each prunes
 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_a_resumed_schedule_decides_what_the_first_would_have(name: str) -> None:
-    told, decisions = Told(PRUNERS[name]()), []
+    recorded, decisions = RecordedSchedule(PRUNERS[name]()), []
     for trial in range(TRIALS):
-        told.tell("added", f"{trial}", {})
+        recorded.call("added", f"{trial}", {})
         if trial % 10 == 9:
-            told.schedule = told.resumed()
-        decisions.append(next(stopped_at(told, trial), STEPS))
-        told.tell("ended", f"{trial}")
-    assert decisions == lengths(Told(PRUNERS[name]()))
+            recorded.schedule = recorded.resumed()
+        decisions.append(next(stopped_at(recorded, trial), STEPS))
+        recorded.call("ended", f"{trial}")
+    assert decisions == lengths(RecordedSchedule(PRUNERS[name]()))
 
 
 def test_trials_side_by_side_are_compared_as_they_come() -> None:
-    told = Told(pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2))
+    recorded = RecordedSchedule(pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2))
     for trial in ("good", "bad"):
-        told.tell("added", trial, {})
-    assert told.tell("decide", TrialReport("good", StepReport(step=1, metrics={"accuracy": 0.9}))) == "continue"
-    assert told.tell("decide", TrialReport("bad", StepReport(step=1, metrics={"accuracy": 0.1}))) == "stop"
+        recorded.call("added", trial, {})
+    assert recorded.call("decide", TrialReport("good", StepReport(step=1, metrics={"accuracy": 0.9}))) == "continue"
+    assert recorded.call("decide", TrialReport("bad", StepReport(step=1, metrics={"accuracy": 0.1}))) == "stop"
 
 
 def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice() -> None:
-    told = Told(pruners.ThresholdPruner(upper=0.5))
-    told.tell("added", "trial", {})
+    recorded = RecordedSchedule(pruners.ThresholdPruner(upper=0.5))
+    recorded.call("added", "trial", {})
 
     def says(step: int, value: float) -> str:
-        return told.tell("decide", TrialReport("trial", StepReport(step=step, metrics={"accuracy": value})))
+        return recorded.call("decide", TrialReport("trial", StepReport(step=step, metrics={"accuracy": value})))
 
     assert [says(1, 0.1), says(2, 0.2)] == ["continue", "continue"]
     assert [says(1, 0.9), says(2, 0.9)] == ["continue", "continue"]  # other numbers, after a crash
@@ -152,13 +152,13 @@ def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice
 
 
 def test_a_stopped_trial_that_is_to_go_on_goes_on() -> None:
-    told = Told(pruners.ThresholdPruner(upper=0.5))
-    told.tell("added", "trial", {})
-    assert told.tell("decide", TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.9}))) == "stop"
-    told.tell("ended", "trial")
-    told.tell("added", "trial", {})
-    assert told.tell("decide", TrialReport("trial", StepReport(step=2, metrics={"accuracy": 0.4}))) == "continue"
-    told.tell("ended", "trial")
+    recorded = RecordedSchedule(pruners.ThresholdPruner(upper=0.5))
+    recorded.call("added", "trial", {})
+    assert recorded.call("decide", TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.9}))) == "stop"
+    recorded.call("ended", "trial")
+    recorded.call("added", "trial", {})
+    assert recorded.call("decide", TrialReport("trial", StepReport(step=2, metrics={"accuracy": 0.4}))) == "continue"
+    recorded.call("ended", "trial")
 
 
 def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
@@ -187,7 +187,7 @@ def test_trials_are_asked_only_where_the_pruner_looks() -> None:
 def test_the_pruner_of_the_user_is_not_touched() -> None:
     pruner = pruners.HyperbandPruner()
     before = dict(vars(pruner))
-    lengths(Told(pruner))
+    lengths(RecordedSchedule(pruner))
     assert vars(pruner) == before
 
 
@@ -199,11 +199,11 @@ def test_a_trial_without_its_metric_is_the_users_to_mend() -> None:
 
 
 def test_a_trial_that_ends_without_a_report_is_no_measure_for_others() -> None:
-    told = Told(pruners.MedianPruner(n_startup_trials=1))
-    told.tell("added", "silent", {})
-    told.tell("ended", "silent")
-    told.tell("added", "0", {})
-    assert told.says(0, 1) == "continue"
+    recorded = RecordedSchedule(pruners.MedianPruner(n_startup_trials=1))
+    recorded.call("added", "silent", {})
+    recorded.call("ended", "silent")
+    recorded.call("added", "0", {})
+    assert recorded.says(0, 1) == "continue"
 
 
 def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> None:

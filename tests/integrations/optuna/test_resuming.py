@@ -56,7 +56,7 @@ class RunningSampler(samplers.BaseSampler):
 
     def __init__(self) -> None:
         self.chances: list[Any] = [random.Random(), np.random.default_rng(), np.random.RandomState()]
-        self.heard = 0
+        self.call_count = 0
 
     def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
         return {"x": FloatDistribution(-1, 2)}
@@ -67,13 +67,13 @@ class RunningSampler(samplers.BaseSampler):
         return {"x": -1 + count * 0.01 + self.chances[0].random() * 0.01}
 
     def sample_independent(self, _study: object, _trial: object, name: str, domain: Any) -> Any:
-        self.heard += 1
+        self.call_count += 1
         shift = sum(chance.random() for chance in self.chances[1:]) / 2
-        middle = domain.low + shift * (domain.high - domain.low) / self.heard
+        middle = domain.low + shift * (domain.high - domain.low) / self.call_count
         return int(middle) if name == "n" else round(middle, 1) if name == "q" else middle
 
     def after_trial(self, *_: object) -> None:
-        self.heard += 1
+        self.call_count += 1
 
 
 def crossed(crossover: samplers.nsgaii.BaseCrossover) -> samplers.NSGAIISampler:

@@ -198,12 +198,12 @@ def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
     space = {"x": uniform(0, 1), "note": "here"}
     constraints = ["over"]
     proposals = OptunaSearch(Looking(), 2, constraints=constraints).begin(space, LOSS, SEED)
-    told = StepReport(step=3, metrics={"loss": 0.25, "over": -1.0})
-    assert proposals.learn({"x": 0.5, "note": "here"}, told, stopped=False)
-    assert proposals.learn({"x": 0.75, "note": "here"}, told, stopped=True)
+    last = StepReport(step=3, metrics={"loss": 0.25, "over": -1.0})
+    assert proposals.learn({"x": 0.5, "note": "here"}, last, stopped=False)
+    assert proposals.learn({"x": 0.75, "note": "here"}, last, stopped=True)
     bare = StepReport(step=3, metrics={"loss": 0.5})
     assert proposals.learn({"x": 0.25, "note": "here"}, bare, stopped=False)
-    assert not proposals.learn({"x": 7.0, "note": "here"}, told, stopped=False)
+    assert not proposals.learn({"x": 7.0, "note": "here"}, last, stopped=False)
     assert not proposals.learn({"x": 0.5, "note": "here"}, StepReport(step=1, metrics={"other": 1}), stopped=False)
     suggestions = [proposals.suggest(number) for number in range(3)]
     assert [type(each) for each in suggestions] == [Proposed, Proposed, Exhausted]
@@ -214,7 +214,7 @@ def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
         ({"x": 0.25}, TrialState.COMPLETE),
     ]
     assert (first.value, second.intermediate_values) == (0.25, {3: 0.25})
-    proposals.ended(0, told, failed=False)
+    proposals.ended(0, last, failed=False)
 
 
 def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:

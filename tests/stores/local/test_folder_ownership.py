@@ -140,7 +140,7 @@ def test_an_access_list_may_let_others_write_and_counts_as_that(root: Path, belo
 def let_write(path: Path, user: int) -> None:
     """Write an access list as Linux stores it: for the owner, that user, the group, the mask, others."""
     entries = [(0x01, 7, -1), (0x02, 7, user), (0x04, 5, -1), (0x10, 7, -1), (0x20, 5, -1)]
-    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, who) for tag, bits, who in entries)
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, owner) for tag, bits, owner in entries)
     try:
         os.setxattr(path, "system.posix_acl_access", packed)
     except OSError:

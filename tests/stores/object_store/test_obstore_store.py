@@ -128,9 +128,9 @@ def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink, act: str) -> No
 def test_a_server_that_is_not_there_has_certainly_written_nothing() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        closed_port = f"http://127.0.0.1:{probe.getsockname()[1]}"
         with pytest.raises(StoreUnavailable):
-            object_store(nobody).create("a", b"1")
+            object_store(closed_port).create("a", b"1")
 
 
 def test_a_create_whose_reply_was_lost_finds_its_own_write(sink: S3Sink) -> None:

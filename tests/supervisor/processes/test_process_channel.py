@@ -119,8 +119,8 @@ def test_the_temporary_files_of_a_trial_are_below_its_scratch_directory(tmp_path
         overlap=False,
     )
     with trial_process(start, logging.getLogger("trial")) as channel:
-        (told,) = [each for each in _all_of(channel) if isinstance(each, StepDone)]
-    assert told.report.metrics == {"temporary": str(tmp_path)}
+        (step_done,) = [each for each in _all_of(channel) if isinstance(each, StepDone)]
+    assert step_done.report.metrics == {"temporary": str(tmp_path)}
 
 
 def _all_of(channel: TrialChannel) -> Iterator[FromTrial]:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 
 from prefect_tune.supervisor.processes.process_output import TrialOutput
-from tests.fakes.trial_processes import Hearing, log_to, nothing_left, until
+from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
 
 @pytest.fixture
@@ -41,23 +41,23 @@ def pipe() -> Iterator[tuple[int, int]]:
 def test_what_is_printed_before_the_stop_is_logged_line_by_line(
     pipe: tuple[int, int], printed: bytes, lines: list[str]
 ) -> None:
-    hearing = Hearing()
-    output = TrialOutput(log_to(hearing))
+    recorder = LogRecorder()
+    output = TrialOutput(log_to(recorder))
     output.start(pipe[0])
     os.write(pipe[1], printed)
     assert output.stop() == "\n".join(lines)
-    assert hearing.lines == lines
+    assert recorder.lines == lines
 
 
 def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
-    hearing = Hearing()
-    output = TrialOutput(log_to(hearing))
+    recorder = LogRecorder()
+    output = TrialOutput(log_to(recorder))
     output.start(pipe[0])
     for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
         os.write(pipe[1], piece)
         until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
     output.stop()
-    assert hearing.lines == ["snöw", "and more"]
+    assert recorder.lines == ["snöw", "and more"]
 
 
 def _is_waiting(pipe: int) -> bool:
@@ -71,8 +71,8 @@ _MEBIBYTE = 1024**2
 
 @pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
 def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
-    hearing = Hearing()
-    output = TrialOutput(log_to(hearing))
+    recorder = LogRecorder()
+    output = TrialOutput(log_to(recorder))
     output.start(pipe[0])
     tracemalloc.start()
     for _ in range(64):
@@ -81,24 +81,24 @@ def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tupl
     tracemalloc.stop()
     os.write(pipe[1], b"\nnext\n")
     output.stop()
-    cut, following = hearing.lines
+    cut, following = recorder.lines
     assert cut.startswith(printed.decode(errors="replace") * 65_536 + " … (the line is longer than 65,536 characters")
     assert following == "next"
     assert peak_bytes < 8 * _MEBIBYTE
 
 
 def test_the_frames_of_a_progress_bar_that_ends_no_line_are_lines(pipe: tuple[int, int]) -> None:
-    hearing = Hearing()
-    output = TrialOutput(log_to(hearing))
+    recorder = LogRecorder()
+    output = TrialOutput(log_to(recorder))
     output.start(pipe[0])
     for percent in range(100):
         os.write(pipe[1], b"\r%3d %%|%s" % (percent, b"#" * 1000))
     output.stop()
-    assert [line[:3].strip() for line in hearing.lines] == ["", *map(str, range(100))]
+    assert [line[:3].strip() for line in recorder.lines] == ["", *map(str, range(100))]
 
 
 def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
-    output = TrialOutput(log_to(Hearing()))
+    output = TrialOutput(log_to(LogRecorder()))
     output.start(pipe[0])
     for _ in range(20):
         os.write(pipe[1], b"y" * 60_000 + b"\n")
@@ -117,7 +117,7 @@ def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> N
             os.write(writing, b"more\n" * 100)
 
     printing = threading.Thread(target=print_on)
-    output = TrialOutput(log_to(Hearing()))
+    output = TrialOutput(log_to(LogRecorder()))
     output.start(reading)
     printing.start()
     stopped = threading.Thread(target=output.stop)
@@ -132,31 +132,31 @@ def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> N
 
 def test_what_is_printed_later_is_for_whoever_starts_next(pipe: tuple[int, int]) -> None:
     for line in ("first", "second"):
-        hearing = Hearing()
-        output = TrialOutput(log_to(hearing))
+        recorder = LogRecorder()
+        output = TrialOutput(log_to(recorder))
         output.start(pipe[0])
         os.write(pipe[1], f"{line}\n".encode())
         output.stop()
-        assert hearing.lines == [line]
+        assert recorder.lines == [line]
 
 
 def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
-    output = TrialOutput(log_to(Hearing()))
+    output = TrialOutput(log_to(LogRecorder()))
     output.start(pipe[0])
     os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
     assert output.stop().split() == [str(number) for number in range(80, 100)]
 
 
-WHO: ContextVar[str] = ContextVar("who")
+CALLER: ContextVar[str] = ContextVar("caller")
 
 
 def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
     with nothing_left():
-        WHO.set("this task")
-        hearing = Hearing(WHO.get)
-        output = TrialOutput(log_to(hearing))
+        CALLER.set("this task")
+        recorder = LogRecorder(CALLER.get)
+        output = TrialOutput(log_to(recorder))
         output.start(pipe[0])
         os.write(pipe[1], b"one\n")
         output.stop()
         output.stop()
-        assert hearing.answers == ["this task"]
+        assert recorder.answers == ["this task"]

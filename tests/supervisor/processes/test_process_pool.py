@@ -25,20 +25,20 @@ from prefect_tune.supervisor.processes.process_channel import trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import (
     Family,
-    Hearing,
+    LogRecorder,
     children_of,
     family,
-    heard,
     log_to,
+    messages_of,
     metrics_of,
     nothing_left,
     start_of,
     until,
 )
 from tests.trainables.forked import daemonizes, dies, looks_around, prints, waits
-from tests.trainables.witness import Told, told
+from tests.trainables.witness import Act, acts_of
 
-LOG = log_to(Hearing())
+LOG = log_to(LogRecorder())
 SLOTS = 4
 
 
@@ -55,8 +55,8 @@ def found_in(
         return dict(metrics_of(channel))
 
 
-def began(witness: Path, act: str = "begin") -> Callable[[], list[Told]]:
-    return lambda: [each for each in told(witness) if each.act == act]
+def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
+    return lambda: [each for each in acts_of(witness) if each.act == act]
 
 
 # ------------------------------------------------------------------------------------ what a trial finds there
@@ -105,7 +105,7 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-        assert isinstance(heard(channel)[-1], TrialEnded)
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
 
 
 def ignored_by_a_new_python() -> list[str]:
@@ -175,7 +175,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
                 os.kill(pid, number)
         os.kill(ours.one("tune-subreaper"), signal.SIGUSR1)
         gate.touch()
-        assert isinstance(heard(channel)[-1], TrialEnded)
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
 
 
 # ------------------------------------------------------------------------------------------------ what it says
@@ -198,31 +198,31 @@ def test_how_a_process_ended_is_said_exactly_and_its_last_words(
 ) -> None:
     process = pool.process if forks else trial_process
     with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
-        heard(channel)
+        messages_of(channel)
         became = channel.end()
         assert channel.end() == became
     assert became.startswith(f"{said}; last output:\nlast words")
     assert ("Segmentation fault" in became) == (how == "segfault")
 
 
-WHO: ContextVar[str] = ContextVar("who", default="nobody")
+CALLER: ContextVar[str] = ContextVar("caller", default="unset")
 
 
 def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
-    def train(name: str) -> Hearing:
-        WHO.set(name)
-        hearing = Hearing(WHO.get)
-        with pool.process(start_of(prints, tmp_path, {"lines": 200}), log_to(hearing)) as channel:
-            heard(channel)
-        return hearing
+    def train(name: str) -> LogRecorder:
+        CALLER.set(name)
+        recorder = LogRecorder(CALLER.get)
+        with pool.process(start_of(prints, tmp_path, {"lines": 200}), log_to(recorder)) as channel:
+            messages_of(channel)
+        return recorder
 
     names = ["one", "two", "three"]
     with ThreadPoolExecutor(len(names)) as threads:
-        for name, hearing in zip(names, threads.map(train, names), strict=True):
-            assert hearing.lines == [f"line {number}" for number in range(200)]
-            assert set(hearing.answers) == {name}
+        for name, recorder in zip(names, threads.map(train, names), strict=True):
+            assert recorder.lines == [f"line {number}" for number in range(200)]
+            assert set(recorder.answers) == {name}
 
 
 def test_a_trial_is_told_to_stop_and_says_what_it_raised(pool: TrialProcessPool, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_trial_is_told_to_stop_and_says_what_it_raised(pool: TrialProcessPool,
 
     with pool.process(start_of(fails, tmp_path), LOG) as channel:
         channel.tell(StopAndSave())
-        broke = heard(channel)[-1]
+        broke = messages_of(channel)[-1]
     assert isinstance(broke, Broke)
     assert "shapes differ" in broke.message
 
@@ -244,7 +244,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
 ) -> None:
     def train(number: int) -> int:
         with room.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-            assert isinstance(heard(channel)[-1], TrialEnded)
+            assert isinstance(messages_of(channel)[-1], TrialEnded)
         return number
 
     with family() as ours, TrialProcessPool(slots=16) as room:
@@ -280,13 +280,13 @@ def test_whatever_a_trial_has_started_ends_with_it(
     config = {"witness": str(witness), "gate": "" if ends == "by itself" else str(gate)}
     with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
-        left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
+        left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
         assert len(left) == 3
         if ends == "by itself":
-            heard(channel)
+            messages_of(channel)
         elif ends == "killed":
             os.kill(began(witness)()[0].pid, signal.SIGKILL)
-            heard(channel)
+            messages_of(channel)
         else:
             assert set(left) <= set(ours.pids())
         channel.end()
@@ -303,7 +303,7 @@ def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, 
         children = partial(children_of, ours.one("tune-subreaper"))
         until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
         gate.touch()
-        heard(channel)
+        messages_of(channel)
 
 
 # ---------------------------------------------------------------------------------------------- who may be killed
@@ -351,7 +351,7 @@ def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-        assert isinstance(heard(channel)[-1], TrialEnded)
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
         monkeypatch.setattr(fork_client.ForkServer, "fork", no_room)
 
 
@@ -372,7 +372,7 @@ def test_a_subreaper_that_is_killed_costs_its_trial_and_nothing_of_it_stays(
     with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one("tune-subreaper"), signal.SIGKILL)
-        assert isinstance(heard(channel)[-1], TrainableLoaded)
+        assert isinstance(messages_of(channel)[-1], TrainableLoaded)
         assert channel.end() == "ended by SIGKILL"
     pool.dismiss()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
@@ -458,5 +458,5 @@ def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Pa
         channel = attempt.__enter__()
         until(began(witness), what=lambda: "the trial")
     gate.touch()
-    assert isinstance(heard(channel)[-1], TrialEnded)
+    assert isinstance(messages_of(channel)[-1], TrialEnded)
     attempt.__exit__(None, None, None)
