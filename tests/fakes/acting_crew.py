@@ -1,4 +1,4 @@
-"""A crew that trains nothing: its trials say at once what real ones say in hours."""
+"""An executor that trains nothing: its trials report at once what real ones report in hours."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
 
 class ActingCrew:
-    """Every trial reports each step, saves where it is told to and at its end, and ends after `steps` of them.
+    """Every trial reports each step, saves at its milestone and at its end, and ends after `steps` steps.
 
-    What it reports hangs on its name and the step only. `started` is called whenever one starts.
+    Its metrics depend on its name and the step only. `started` is called whenever a trial starts.
     """
 
     survives_search = False
@@ -68,10 +68,10 @@ class ActingCrew:
         self._inbox.extend(actor.train(end, asks=end == milestone, is_last=end == self._steps))
 
     def stop(self) -> None:
-        raise AssertionError("nobody stops it")
+        raise AssertionError("unexpected call of stop()")
 
     def poll(self, patience: timedelta) -> list[Message]:
-        """Return one message at a time, as trials say them that take their time."""
+        """Return one message at a time, as slow trials would send them."""
         del patience
         return [self._inbox.popleft()]
 
@@ -80,7 +80,7 @@ class ActingCrew:
 
 
 class _Actor:
-    """One attempt."""
+    """One simulated attempt."""
 
     def __init__(self, trial: str, absorbed: int, saved: dict[str, CheckpointRef]) -> None:
         self.trial = trial

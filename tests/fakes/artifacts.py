@@ -1,4 +1,4 @@
-"""A trial's files, and a target for them that can be held, failed and looked into."""
+"""A trial's files, and a target for them that can block, fail and be inspected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMOTE = "digits/trials/best/artifacts"
 
 
 class Bucket(MemoryStore):
-    """A memory store that can be held, and that keeps its deadline as a store must."""
+    """A memory store that a test can block; it keeps its deadline as every store must."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class BucketTarget(StorageTarget):
 
 
 def fetched(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
-    """Return what a reader of the target gets."""
+    """Return the files that a reader of the target gets."""
     there = tmp_path / f"fetched-{time.monotonic_ns()}"
     receive_artifacts(store, remote, there, ())
     return files_in(there)

@@ -1,4 +1,4 @@
-"""Azure's own emulator, where it is installed (`npm install -g azurite`)."""
+"""Azurite, Azure's own emulator, where it is installed (`npm install -g azurite`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that has one answer for everything: what a cloud says that no server on loopback can be made to say."""
+"""An HTTP server with one fixed answer: errors of clouds that no emulator produces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Canned:
-    """Where the server is, the headers of every request so far, and the answer, which may be changed."""
+    """The server's address, the headers of all requests so far, and its answer, which a test may change."""
 
     status: int
     body: bytes

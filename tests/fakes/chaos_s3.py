@@ -1,4 +1,4 @@
-"""An S3 server on loopback that misbehaves: by script, by seed, or always; and remembers how."""
+"""An S3 server on loopback that fails by script, by seed, or always, and records its failures."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Matches = Callable[[SinkRequest], bool]
 
 
 class ChaosS3(S3Sink):
-    """`S3Sink` with more ways to fail, and a plan of when; without a plan it is honest.
+    """`S3Sink` with more faults, and a plan of when to inject them; without a plan it answers correctly.
 
     `page_count` caps a listing's pages. `injected` counts what was done. A plan looks only at the
-    requests that `script`'s `only` matches; the others are answered honestly.
+    requests that `script`'s `only` matches; the others are answered correctly.
     """
 
     def __init__(self, *, page_count: int = 1000, drip_period: timedelta = timedelta(seconds=1)) -> None:
@@ -65,25 +65,25 @@ class ChaosS3(S3Sink):
         then: Fault | None = None,
         only: Matches = lambda _request: True,
     ) -> None:
-        """From now on: one step for each request, and `then` for all that follow."""
+        """From now on: apply one step to each request, and `then` to all later requests."""
         following = chain(steps, repeat(then))
         self._set(lambda: next(following), only)
 
     def always(self, fault: Fault, *, only: Matches = lambda _request: True) -> None:
-        """From now on: nothing else."""
+        """From now on: inject this fault into every request."""
         self.script([], then=fault, only=only)
 
     def storm(self, seed: int, rate: float, among: Sequence[Fault]) -> None:
-        """From now on: any of `among` with the probability `rate`, the same for the same seed and requests."""
+        """From now on: inject one of `among` with probability `rate`, the same for the same seed and requests."""
         rng = random.Random(seed)
         self._set(lambda: rng.choice(among) if rng.random() < rate else None, lambda _request: True)
 
     def calm(self) -> None:
-        """From now on: honest."""
+        """From now on: answer correctly."""
         self.script([])
 
     def freeze_listing(self) -> None:
-        """Remember what a stale listing shows."""
+        """Record the objects that a stale listing shows."""
         self._stale.objects = dict(self._objects.objects)
 
     def _set(self, plan: Callable[[], Fault | None], only: Matches) -> None:

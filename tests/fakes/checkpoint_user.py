@@ -17,7 +17,7 @@ from prefect_tune.runtime.checkpoint import Checkpoint
 
 
 class CheckpointUser:
-    """Such a process, as its starter sees it."""
+    """The process, as its parent controls it."""
 
     def __init__(self, checkpoint: Checkpoint, act: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -41,7 +41,7 @@ class CheckpointUser:
         raise AssertionError(self.process.stderr.read())
 
     def go_on(self) -> int:
-        """Let it leave, and return its exit code."""
+        """Let it end, and return its exit code."""
         _, said = self.process.communicate("\n", timeout=60)
         sys.stderr.write(said)
         return self.process.returncode
@@ -69,7 +69,7 @@ def _main() -> None:
         case ["borrow and fork"]:
             with checkpoint.as_directory() as directory:
                 if not os.fork():
-                    print(os.getpid(), flush=True)  # by then it has let go of what it inherited
+                    print(os.getpid(), flush=True)  # by then it has closed what it inherited
                     signal.pause()
                 sys.stdin.readline()
         case ["have", *path]:

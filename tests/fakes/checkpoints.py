@@ -1,4 +1,4 @@
-"""A checkpoint to test with: its files, and how it gets onto a target."""
+"""A checkpoint for tests: its files, and a way to publish it on a target."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **abou
 
 
 class Opens:
-    """What the `open` of a block is: something that can be pickled, and opens a target's root."""
+    """Like the `open` of a block: it can be pickled, and opens a target's root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,6 +47,6 @@ class Opens:
 
 
 def copies(temporary_files: Path) -> list[str]:
-    """Return what lies where copies are shared, but for locks."""
+    """Return the shared copies of checkpoints, without their locks."""
     found = temporary_files.glob("prefect-tune-*/*/copies/*")
     return sorted(path.name for path in found if path.suffix != ".lock")

@@ -1,4 +1,4 @@
-"""What calling the command line comes to."""
+"""The exit code and output of a call of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded learning curves of 160 configurations (see `tests/data/README.md`), to search in milliseconds."""
+"""The recorded learning curves of 160 configurations (see `tests/data/README.md`), for searches in milliseconds."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Way(Enum):
     CRASH_BEFORE = "the process dies before anything is done"
     CRASH_AFTER = "the process dies after it is done"
     TORN = "the process dies in the middle: an object is not there, of several deletes the first half is done"
-    REPLY_LOST = "it is done or refused, and the caller is not told which"
-    UNAVAILABLE = "it is not done, and the caller is told so"
+    REPLY_LOST = "the operation is done or refused, and its reply is lost"
+    UNAVAILABLE = "the operation is not done, and the reply says so"
 
 
 class DyingStore:

@@ -1,4 +1,4 @@
-"""The tables of events as their pages show them, made from the classes that are the schema."""
+"""The tables of events as their docs pages show them, generated from the event classes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for numb
 
 
 def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tuple[int, ...] = ()) -> None:
-    """Write a finished experiment with a checkpoint at each of `steps`; `quarantined` are steps put aside."""
+    """Write a finished experiment with a checkpoint at each of `steps`; `quarantined` are the steps in quarantine."""
     make_root(root)
     store = PosixStore(root)
     owner = Owner(name="a test", host="here", pid=1)

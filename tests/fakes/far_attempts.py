@@ -1,4 +1,4 @@
-"""Attempts on machines that are none: a test writes their journals, and reads what they are told."""
+"""Attempts on simulated remote machines: a test writes their journals and reads the answers of the search."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") ->
 
 
 class FarMachines:
-    """Starts nothing, and notes what it was asked to start: trial, attempt, milestone."""
+    """Starts nothing, and records each request to start an attempt: trial, attempt, milestone."""
 
     def __init__(self, *, survives_search: bool = True) -> None:
         self.survives_search = survives_search
@@ -100,7 +100,7 @@ class FarAttempt:
         self.writes(Started(trial=self._key.trial, attempt=attempt, from_step=step, from_sequence=sequence))
 
     def reports(self, *steps: int, asks: bool = False) -> None:
-        """Write an entry for each; whether it asks at the last of them."""
+        """Write a journal entry for each step; with `asks`, the last one asks the search for a decision."""
         for step in steps:
             asks_here = asks and step == steps[-1]
             self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))

@@ -1,4 +1,4 @@
-"""Searches whose trials are `FarAttempt`s: no server, and nothing happens in them but what a test does."""
+"""Searches whose trials are `FarAttempt`s: no server, and no event except those that the test writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Death(BaseException):
 
 
 class FarSearch:
-    """One owner of the experiment, who dies when all that is to happen has happened."""
+    """One owner of the experiment; it dies when no event is left to simulate."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class FarSearch:
         self._asked: list[StopRequest] = []
 
     def live(self, *happens: Callable[[], object]) -> Experiment:
-        """Continue while this happens, one thing after the other, each of them seen; then die. Return what it knew."""
+        """Run through these actions one by one; the search reads the effect of each; then die. Return its state."""
         self._happens.extend(happens)
         with (
             suppress(Death),
             patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)),
-            patch.object(driver, "have_ended", lambda *_: None),  # the dead end nobody
+            patch.object(driver, "have_ended", lambda *_: None),  # a dead process stops no trial
         ):
             self._driver.run(self)
         return self._driver._state

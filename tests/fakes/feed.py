@@ -40,7 +40,7 @@ class Feed:
         return [each["event"] for each in self.read(*prefixes)]
 
     def until(self, holds: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str) -> list[dict[str, Any]]:
-        """Return the events once they are as they should be: the server writes them down every few seconds."""
+        """Return the events once they meet the condition: the server writes them every few seconds."""
         end = time.monotonic() + _PERSISTED_SECONDS
         while not holds(found := self.read(*prefixes)):
             assert time.monotonic() < end, [each["event"] for each in found]

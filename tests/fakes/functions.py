@@ -1,4 +1,4 @@
-"""Two functions that searches are compared on, and how far from their least value a search gets."""
+"""Two test functions for comparing searches, and the distance of a search's best value from their minimum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOSS = Objective(metrics=("loss",), modes=("min",))
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A function to be made small, and the least it can be."""
+    """A function to minimize, and its minimum."""
 
     name: str
     space: Mapping[str, Float]
@@ -28,13 +28,13 @@ class Problem:
     least: float
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Return between which numbers a parameter lies."""
+        """Return the bounds of a parameter."""
         return self.space[name].low, self.space[name].high
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """How far the best of so many trials is from the least value, and what proposing them cost."""
+    """The distance of the best of so many trials from the minimum, and the cost of proposing them."""
 
     value: float
     cpu_seconds: float

@@ -63,7 +63,7 @@ class GcsServer:
 
 @contextmanager
 def gcs_server(*buckets: str, public_key: rsa.RSAPublicKey | None = None) -> Iterator[GcsServer]:
-    """Yield a running server; without a key everybody may do everything."""
+    """Yield a running server; without a key it checks no signature."""
     state = GcsServer(set(buckets), public_key)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"state": state}))
     server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, and what its cells show."""
+"""A real Jupyter kernel, and the output of its cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_SECONDS = 600.0
 
 @dataclass
 class Shown:
-    """What one cell shows: as a frontend would, displays are updated in place."""
+    """The output of one cell: displays are updated in place, as a frontend does."""
 
     displays: dict[str, str] = field(default_factory=dict)
     """The HTML of each display, by its id."""

@@ -24,7 +24,7 @@ class MemoryFiles:
         buffer[:] = data[piece.offset : piece.offset + piece.length]
 
     def require_unchanged(self) -> None:
-        """Nobody can write to it."""
+        """Do nothing: no other process can write to it."""
 
 
 class MemorySink:

@@ -1,4 +1,4 @@
-"""A disk in memory with a page cache: what was not synced may vanish, or be torn, when the power goes.
+"""A disk in memory with a page cache: unsynced writes may vanish or be torn at a power loss.
 
 The store above it is the real `PosixStore`, which reaches it through `FileSystemCalls`.
 """
@@ -47,7 +47,7 @@ class _Folder:
 class MemoryPosix:
     """The disk and its cache. A process that dies leaves both; `lose_power` leaves what was synced.
 
-    With `fsync_works=False` it lies like a drive without a flush, or a store that forgot to sync.
+    With `fsync_works=False`, fsync does nothing: like a drive without a flush, or a store that forgot to sync.
     `clock_ns` is the file system's clock, which a test may set.
     """
 
@@ -62,7 +62,7 @@ class MemoryPosix:
         self._lock = threading.RLock()
 
     def lose_power(self, seed: int | None = None) -> None:
-        """Drop the cache: all that is unsynced, or with a seed any of it: names, halves of files, zeros."""
+        """Drop the cache: all unsynced data, or with a seed a random part of it: names, halves of files, zeros."""
         rng = None if seed is None else random.Random(seed)
         with self._lock:
             self._open.clear()
@@ -217,7 +217,7 @@ class MemoryPosix:
 
     @contextmanager
     def _at_free(self, name: str, folder: int) -> Iterator[_Folder]:
-        """Hold the disk's lock with a folder that is still there and has no such name."""
+        """Hold the disk's lock while the folder exists and has no such name."""
         with self._lock:
             where = self._folder(folder)
             if where.is_removed:

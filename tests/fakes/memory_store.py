@@ -1,4 +1,4 @@
-"""An honest object store in a dictionary: atomic create-if-absent, and every operation counted."""
+"""A correct object store in a dictionary: atomic create-if-absent; counts every operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefect_tune.stores.path_validation import checked_folder, checked_path
 class MemoryStore:
     """Object-store semantics: an object is there whole or not at all, and visible at once.
 
-    `objects` is the state itself, free to be looked at and spoilt by a test. `operations` counts the
+    `objects` is the state itself: a test may read and damage it. `operations` counts the
     calls by method name, `bytes_in` and `bytes_out` the bytes that really travelled.
     """
 
@@ -77,7 +77,7 @@ class MemoryStore:
 
 
 class OneWriterStore(MemoryStore):
-    """The same, as a target says it is that has no atomic create-if-absent."""
+    """The same store without atomic create-if-absent, as its `conditional_create` says."""
 
     @classmethod
     def holding(cls, objects: Mapping[str, bytes]) -> OneWriterStore:

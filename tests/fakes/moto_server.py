@@ -1,7 +1,7 @@
-"""moto's S3 server, whose conditional writes let one of two racers win, as a real server's do.
+"""moto's S3 server with atomic conditional writes: one of two racers wins, as on a real server.
 
 moto looks whether a key is there and writes it in two steps (`S3Response.put_object` of 5.2.5), between which another
-thread may do the same: both are told that they created it. A target's `check()` finds that out, one time in hundreds.
+thread may do the same: both get a success reply. A target's `check()` detects that, one time in hundreds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def moto_server() -> Iterator[str]:
     """Serve from a thread of this process, and yield the URL.
 
     All servers of a process show the same buckets, also after their end: give each test module buckets of its own.
-    Speak with them through a `boto3.Session()`: the default one keeps the first keys that it finds, for all who come.
+    Speak with them through a `boto3.Session()`: the default one keeps the first keys that it finds.
     """
     started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     started.start()

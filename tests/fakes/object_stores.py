@@ -1,4 +1,4 @@
-"""An object store on a server of a test's choice, and ways to watch it."""
+"""An object store on the server that a test chooses, and ways to observe it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def object_store(
 
 
 class Once:
-    """The first request meets `fault`, the others are answered."""
+    """Injects `fault` into the first request; the others are answered."""
 
     def __init__(self, fault: Fault) -> None:
         self._faults = iter([fault])

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# Python blocks share one namespace, as in a script that is read from top to bottom. `make` says what it would do.
+# Python blocks share one namespace, as in a script that is read from top to bottom. `make` prints its commands only.
 _DRIVER = """
 import json, subprocess, sys
 make = 'make() { command make --no-print-directory -n -C "$PAGES_ROOT" "$@" > /dev/null; }'

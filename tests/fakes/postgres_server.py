@@ -28,10 +28,10 @@ def is_installed() -> bool:
 def postgres_server(inside: Command = lambda command: command) -> Iterator[str]:
     """Run a server with an empty database, and yield the URL that Prefect connects to it by.
 
-    It refuses to be root: then it runs as the user `postgres`, in a folder of that user's.
+    PostgreSQL refuses to run as root: then it runs as the user `postgres`, in a folder of that user.
 
     Args:
-        inside: what the command of the server becomes, for example to be in a control group.
+        inside: returns the command to run for the server's command, for example inside a control group.
     """
     folder, port = Path(tempfile.mkdtemp(prefix="postgres-")), free_port()
     if not os.geteuid():

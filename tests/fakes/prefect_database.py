@@ -1,4 +1,4 @@
-"""A database of Prefect's on which every migration has run: a server takes longer over them than over all else."""
+"""A Prefect database with all migrations applied: they take most of a server's start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ asyncio.run(provide_database_interface().create_db())
 
 
 def migrated_database(config: pytest.Config) -> Path:
-    """Return one to be copied; made when there is none, by one process, for all that wait for it."""
+    """Return a migrated database to copy; one process makes it, and the others wait for it."""
     assert config.cache is not None
     folder = config.cache.mkdir("prefect-database")
     made = folder / f"{version('prefect')}.db"

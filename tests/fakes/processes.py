@@ -1,4 +1,4 @@
-"""Servers of other people's, as processes of the test that started them."""
+"""Third-party servers, as child processes of the test that starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that want to create the same objects at the same moments."""
+"""Threads that create the same objects at the same moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 def winners(stores: Sequence[ObjectStore], objects: int) -> list[int]:
-    """How many, each by a store of its own, were told that it was they who created each of the objects."""
+    """Race the stores for each object; return for each object how many stores report that they created it."""
     together = Barrier(len(stores))
 
     def creates(number: int) -> list[bool]:

@@ -1,4 +1,4 @@
-"""A Prefect server that refuses some requests, as one does whose plan or whose roles do not allow them."""
+"""A Prefect server that refuses some requests, as one does whose plan or roles do not allow them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 @contextmanager
 def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]:
-    """Lend the URL of an API that passes everything on to `api_url`, but for requests with `word` in their path."""
+    """Yield the URL of an API that passes requests on to `api_url`, except those with `word` in their path."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -35,7 +35,7 @@ def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer  # noqa: N815  the names that http.server looks for
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""An S3 server on loopback whose clients' credentials expire in the middle, and are replaced after a while."""
+"""An S3 server on loopback whose clients' credentials expire during use, and are replaced after a while."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_profile(path: Path, key: str) -> None:
 
 
 class RotatingS3(S3Sink):
-    """`S3Sink` that knows one access key at a time, and refuses every request that another one has signed.
+    """`S3Sink` that knows one access key at a time, and refuses requests that are signed with another one.
 
     The first key expires once `trials` of them have committed a checkpoint; `expired` is called then. For `outage`
     no key is accepted, and for as long as there is a trial that has not met a refusal. Then `renew` is called with the
@@ -59,7 +59,7 @@ class RotatingS3(S3Sink):
         self.refusals = 0
 
     def accept(self, key: str) -> None:
-        """End the outage now: `key` is accepted from here on, and its client has it."""
+        """End the outage now: `key` is accepted from now on, and the client has it."""
         with self._changing:
             self._accepted = key
             self._renew(key)

@@ -1,4 +1,4 @@
-"""What S3's verbs do to a namespace of `bucket/key` names, with the bytes in one memory file."""
+"""The S3 operations on a namespace of `bucket/key` names, with the bytes in one memory file."""
 
 from __future__ import annotations
 

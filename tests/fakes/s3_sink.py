@@ -1,7 +1,7 @@
-"""A small S3 server on loopback that counts what it is asked and keeps the bytes it is sent.
+"""A small S3 server on loopback that counts requests and stores the bytes that it receives.
 
 It signs nothing and checks no credentials; it honours `If-None-Match: *`, ranges, listings
-(version 2), batch deletes and multipart uploads, can add a latency to every reply, and can be told to fail
+(version 2), batch deletes and multipart uploads, can add a latency to every reply, and can be set to fail
 on chosen requests. Every bucket exists. Used by tests in process (`S3Sink`) and by the benchmarks as a
 process of its own (`S3SinkProcess`), which is not the bottleneck for clients of this machine's size.
 """
@@ -33,7 +33,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 class Fault(Enum):
-    """What the server does instead of answering as it should."""
+    """What the server does instead of a correct answer."""
 
     FAIL_500 = "500 before doing anything"
     FAIL_503 = "503 SlowDown before doing anything"

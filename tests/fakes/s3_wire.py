@@ -1,4 +1,4 @@
-"""HTTP requests as they come over a connection, in one piece or in chunks."""
+"""Parse HTTP requests from a connection, in one piece or in chunks."""
 
 from __future__ import annotations
 

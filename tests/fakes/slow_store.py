@@ -1,4 +1,4 @@
-"""A store behind a network that loses track of one write, and delivers it later, or never."""
+"""A store behind a network that delays one write past its reply, or loses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 class SlowStore:
     """The nth write is answered by "not known", and is carried out `delay` operations later; None is never.
 
-    The network outlives the process that wrote: operations of whoever comes next count too.
+    The network outlives the process that wrote: operations of later processes count too.
     `writes` is how many there were.
     """
 
@@ -74,6 +74,6 @@ class SlowStore:
             return
         self._delay -= 1
         if self._delay < 0:
-            with suppress(AlreadyExists):  # nobody waits for the answer any more
+            with suppress(AlreadyExists):  # the caller has given up waiting
                 self._on_its_way()
             self._on_its_way = None

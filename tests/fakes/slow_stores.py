@@ -1,4 +1,4 @@
-"""Stores for a child process: they hang, die, or fail as no store may, when an object's name says so."""
+"""Stores for a child process: they hang, crash, or raise undocumented errors for object names that say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervisors of one trial, made to be killed: forked from a process that has imported everything already."""
+"""Supervisors of one trial that tests kill; forked from a process that has imported everything already."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.fakes.trial_processes import Family, messages_of, start_of, supervise
 from tests.trainables.forked import daemonizes
 from tests.trainables.witness import acts_of
 
-PATIENCE_SECONDS = 60.0  # of a machine that is busy with other tests
+PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests
 WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
-"""How a trial's process is had: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""
-_STARTED = 3  # by the trial, that live on: in its session, in one of their own, and without a parent
+"""How a trial's process starts: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""
+_STARTED = 3  # by the trial: in its session, in a session of its own, and an orphan
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Watched:
 
     @property
     def started(self) -> set[int]:
-        """What the trial has started."""
+        """Return the processes that the trial has started."""
         return {each.step for each in acts_of(self.folder / "witness") if each.act in ("child", "orphan")}
 
     @property
@@ -49,7 +49,7 @@ class Watched:
         return any(each.act == "begin" for each in acts_of(self.folder / "witness"))
 
     def kill(self, *names: str) -> None:
-        """By the names that processes have; all of them before one of them can do anything about it."""
+        """Kill processes by name; all of them before one can react."""
         known = {"supervisor": self.supervisor.pid, "trial": self.trial}
         pids = [known.get(name) or self.ours.one(name) for name in names]
         for pid in pids:
@@ -59,13 +59,13 @@ class Watched:
                 os.kill(pid, signal.SIGKILL)
 
     def living(self) -> set[int]:
-        """Of the trial and what it has started."""
+        """Return which of the trial's process and its descendants are alive."""
         return {self.trial, *self.started} & set(self.ours.pids())
 
 
 @contextmanager
 def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watched]:
-    """Have a trial trained that has started processes; none of them outlives the block, or the block fails."""
+    """Train a trial that starts processes; fail if one of them outlives the block."""
     folder.mkdir(exist_ok=True)
     ours = Family()
     context = multiprocessing.get_context("forkserver")

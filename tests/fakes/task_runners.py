@@ -22,7 +22,7 @@ def ray() -> TaskRunner:
         "PYTHONPATH", str(Path(__file__).parents[2])
     )  # its workers import the trainables of the tests
     quiet = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
-    return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that somebody has left running
+    return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that was left running
 
 
 def worker_of(pid: int) -> int:

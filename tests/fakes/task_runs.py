@@ -1,4 +1,4 @@
-"""The task runs of a flow run as the Prefect server knows them, which it learns a moment after they happen."""
+"""The task runs of a flow run on the Prefect server, which receives them with a delay."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class TcpProxy:
         self._swallows.set()
 
     def refuse(self) -> None:
-        """From now on nobody is there: connections are cut, new ones are closed at once."""
+        """From now on the server looks dead: connections are cut, new ones are closed at once."""
         self._refuses.set()
         self._hang_up()
 
@@ -66,7 +66,7 @@ class TcpProxy:
         self._hang_up()
 
     def restore(self) -> None:
-        """Serve again. Connections that were swallowed are cut, as by whatever lost their state."""
+        """Serve again. Connections that were swallowed are cut: their state is lost."""
         if self._swallows.is_set():
             self._hang_up()
         self._swallows.clear()

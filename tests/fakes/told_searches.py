@@ -1,4 +1,4 @@
-"""Searches as their journals would tell them, without training: events with times, folded and chronicled."""
+"""Journals of simulated searches, without training: events with times, their experiment state and history."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ URI = "s3://bucket/runs"
 
 @dataclass
 class Telling:
-    """A journal in the making."""
+    """Builds a journal, event by event."""
 
     name: str = "rates"
     metrics: Sequence[str] = ("loss",)
@@ -96,7 +96,7 @@ class Telling:
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> Telling:
-    """Tell of a search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
+    """A search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
     draw = random.Random(seed)
     search = Telling()
     seen: dict[int, list[float]] = {}
@@ -151,7 +151,7 @@ def _goes_on(search: Telling, trial: str, loss: float, before: list[float]) -> b
 
 
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> Telling:
-    """Tell of a population in which the worst quarter continues from the best."""
+    """A population in which the worst quarter continues from the best."""
     draw = random.Random(seed)
     search = Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
     names = [f"{index:05}" for index in range(members)]
@@ -190,7 +190,7 @@ def _clone(search: Telling, name: str, best: str) -> None:
 
 
 def pareto(count: int = 40, *, seed: int = 0) -> Telling:
-    """Tell of a search with two metrics."""
+    """A search with two metrics."""
     draw = random.Random(seed)
     search = Telling(
         name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]}
@@ -207,7 +207,7 @@ def pareto(count: int = 40, *, seed: int = 0) -> Telling:
 
 
 def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> Telling:
-    """Tell of one training that was killed and gone on with by two more owners."""
+    """One training that was killed twice, and resumed by two more owners."""
     search = Telling(name="digits", metrics=(), settings={})
     search.adds("trial", {"rate": 0.1, "width": 64})
     search.starts("trial")
@@ -229,7 +229,7 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> Telling:
 
 
 def statuses_told() -> Telling:
-    """Tell of a trial of each status, named by it."""
+    """A trial of each status, named by it."""
     search = Telling()
     for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
         search.adds(name, {"x": len(name)})

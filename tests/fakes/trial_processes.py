@@ -1,4 +1,4 @@
-"""What a test needs to run attempts in real processes, and to find every process that they leave."""
+"""Run attempts in real processes, and find every process that they leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARK = "PREFECT_TUNE_TEST_NURSERY"
 def start_of(
     trainable: object, folder: Path, config: Mapping[str, Any] | None = None, *, steps: int | None = None, **fields: Any
 ) -> Start:
-    """Describe an attempt that begins from nothing; a class trainable needs `steps` to come to its end."""
+    """Describe an attempt without a checkpoint; a class trainable needs `steps` to end."""
     whole: dict[str, Any] = {
         "experiment": "e",
         "trial": "t",
@@ -60,7 +60,7 @@ def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = 
 
 
 def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
-    """Return everything that a trial says until it ends or is gone."""
+    """Return all messages of a trial until it ends or its process is gone."""
     said: list[FromTrial] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -83,7 +83,7 @@ def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:
 
 
 class LogRecorder(logging.Handler):
-    """Keeps what is logged, and what `ask` says when it is."""
+    """Records each logged line, and the result of `ask` at that moment."""
 
     def __init__(self, ask: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -97,19 +97,19 @@ class LogRecorder(logging.Handler):
 
 
 def log_to(recorder: LogRecorder) -> logging.Logger:
-    log = logging.Logger(f"trial-{uuid4().hex}")  # noqa: LOG001  nobody else's
+    log = logging.Logger(f"trial-{uuid4().hex}")  # noqa: LOG001  used by one test only
     log.addHandler(recorder)
     return log
 
 
 class Family:
-    """Every process that was started with this test's mark in its environment, whoever its parent is by now."""
+    """Every process that was started with this test's mark in its environment, also with another parent by now."""
 
     def __init__(self) -> None:
         self._mark = f"{_MARK}={uuid4().hex}".encode()
 
     def pids(self, name: str | None = None) -> list[int]:
-        """Return those that live, or those of them that are called `name`."""
+        """Return the living processes, or those of them with this `name`."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
         found = [pid for pid in pids if pid != os.getpid() and self._mark in file_of(pid, "environ").split(b"\0")]
         return [pid for pid in found if name is None or file_of(pid, "comm") == f"{name}\n".encode()]
@@ -118,7 +118,7 @@ class Family:
         return {file_of(pid, "comm").decode().strip() for pid in self.pids()}
 
     def one(self, name: str) -> int:
-        """Return the only one of that name, once there is one: a fork has its parent's for a moment."""
+        """Wait for exactly one process of that name: a fork has its parent's name for a moment."""
         found: list[int] = []
 
         def is_alone() -> bool:
@@ -139,7 +139,7 @@ class Family:
 
 @contextmanager
 def family() -> Any:
-    """Mark what is started in the block; fail when some of it lives on."""
+    """Mark the processes that are started in the block; fail if one outlives it."""
     made = Family()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*made.variable)
@@ -157,7 +157,7 @@ def until(condition: Callable[[], object], *, seconds: float = 10, what: Callabl
 
 
 def children_of(pid: int) -> list[int]:
-    """Return them, the dead ones that nobody has buried among them."""
+    """Return the process ids of its children, zombies included."""
     return [int(child) for child in file_of(pid, f"task/{pid}/children").split()]
 
 

@@ -1,4 +1,4 @@
-"""A folder that others can write to, with journals that choose code; the code leaves a marker when it is touched."""
+"""A folder that other users can write to, with journals that name code; the code writes a marker when it is used."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ ROADS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Untrusted:
-    """A target that others can write to, and what is not to happen."""
+    """A target that other users can write to, and a check that none of its code ran."""
 
     target: LocalTarget
     module: str
@@ -94,7 +94,7 @@ class Untrusted:
     """Made when the payload module is imported or called, or the command is run, or the place is opened."""
 
     def forge(self, road: str, name: str = "e", **settings: Any) -> None:
-        """Write an experiment whose journal takes a road, with everything that a search needs besides."""
+        """Write an experiment whose journal names code by one `road`, with all other settings of a search."""
         chosen = ROADS[road](self.module, str(self.marker))
         common = {"trainable": TRAIN, "space": {"x": 1.0}, "metric": "loss", "isolation": "thread"}
         count = {} if "search" in chosen else {"num_samples": 1}
@@ -117,7 +117,7 @@ def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
 def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
     """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
-        owner = Owner(name="somebody else", host="there", pid=1)
+        owner = Owner(name="another user", host="there", pid=1)
         state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
         append(store, state, [Described(settings=settings)], next(_STAMPS))
 

@@ -1,7 +1,7 @@
 """Experiments in virtual time: a driver that asks a schedule as the real one does, and trains in no time.
 
 Slots, attempts that die and resume from their last checkpoint, pauses, exploits: whatever a scheduler has to be
-right about. A run is a function of its arguments; `Recorded` keeps what a schedule was told, to tell it another.
+right about. A run is a function of its arguments; `Recorded` keeps the calls of a schedule, to repeat them on another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = object
 
 
 class Training(Protocol):
-    """What is trained: states are values, so that a checkpoint is the state itself."""
+    """The training of one trial: states are values, so that a checkpoint is the state itself."""
 
     def begin(self, config: Config) -> State: ...
 
@@ -53,13 +53,13 @@ class Table:
 
 @dataclass(frozen=True)
 class World:
-    """What the trials meet with."""
+    """The conditions of a run."""
 
     slots: int = 1
     max_steps: int = 10**9
-    """Where the trainable returns by itself, or a stopper ends it."""
+    """The step at which the trainable returns, or a stopper ends it."""
     death_probability: float = 0.0
-    """Of an attempt, in each step."""
+    """The probability that an attempt dies in a step."""
     saves_every: int = 1
     """Steps between checkpoints, besides those that decisions ask for; 0 for none."""
     reports_every: int = 1
@@ -107,7 +107,7 @@ class Outcome:
         return sum(each.end - each.start for each in self.segments)
 
     def reached(self, step: int) -> set[str]:
-        """Who trained to `step`."""
+        """Return the trials that trained to `step`."""
         return {each.trial for each in self.segments if each.end >= step}
 
     def steps_until(self, is_met: Callable[[Segment], bool]) -> int | None:
@@ -164,7 +164,7 @@ class VirtualRun:
         heapq.heappush(self._events, (self.outcome.time + end - trial.step + dies, self._count, trial, end, dies))
 
     def _lifetime(self) -> int:
-        """How many whole steps the attempt lives to see."""
+        """Return the number of whole steps before the attempt dies."""
         if not self._world.death_probability:
             return 10**12
         return int(math.log(1 - self._random.random()) / math.log(1 - self._world.death_probability))
@@ -227,7 +227,7 @@ class VirtualRun:
     # ------------------------------------------------------------------------------------------ slots
 
     def _fill(self) -> None:
-        """Give away every free slot."""
+        """Fill every free slot."""
         while self._free:
             self._end_who_lost()
             trial = self._schedule.resume_next()
@@ -262,7 +262,7 @@ class VirtualRun:
 
 @dataclass(frozen=True)
 class Told:
-    """What a schedule was told, and what it answered then; `state` is what it would have answered next."""
+    """A call of a schedule, and its answer; `state` holds what it would have answered next."""
 
     name: str
     arguments: tuple[object, ...]
@@ -274,13 +274,13 @@ class Told:
 
 
 def would_answer(schedule: Schedule, trials: Iterable[str]) -> object:
-    """Ask everything that changes nothing."""
+    """Return the answers of all calls that change nothing."""
     ahead = {trial: [schedule.milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
     return schedule.resume_next(), schedule.stop_next(), schedule.is_waiting(), ahead
 
 
 class Recorded(Schedule):
-    """Another schedule, with a record of what it was told."""
+    """Another schedule, with a record of its calls."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -1,4 +1,4 @@
-"""Searches without a server and without training: the driver of `pt.tune` on a target, with a crew that acts."""
+"""Searches without a server and without training: the driver of `pt.tune` on a target, with simulated trials."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTHING: Mapping[str, CheckpointRef] = MappingProxyType({})
 
 
 class Troupe(ActingCrew):
-    """One that can be stopped: nobody says a word more."""
+    """An acting crew that can be stopped: its trials then send no further message."""
 
     def __init__(self, steps: int, saved: Mapping[str, CheckpointRef] = NOTHING) -> None:
         super().__init__(steps)
@@ -56,7 +56,7 @@ class Troupe(ActingCrew):
 
 @dataclass
 class Acted:
-    """One search, run as often as one likes; who acts in it remembers its checkpoints from run to run."""
+    """One search that can run several times; its executor keeps the checkpoints from run to run."""
 
     target: LocalTarget
     executor: Troupe = field(default_factory=lambda: Troupe(9))
@@ -74,7 +74,7 @@ class Acted:
         writer: Writer = write_directly,
         limits: SearchLimits | None = None,
     ) -> Experiment:
-        """Take the experiment over and continue it, to its end or `until` it is interrupted."""
+        """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
         objective = Objective(metrics=(self.metric,), modes=("min",))
         state = open_journal(self.target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
         proposals = (search or RandomSearch(self.samples)).begin({"x": uniform(0, 1)}, objective, 1)
@@ -99,12 +99,12 @@ class Acted:
         return driver.run(_Outside(until))
 
     def are(self, state: Experiment) -> Sequence[str]:
-        """Return what became of the trials."""
+        """Return the statuses of the trials."""
         return [str(each.phase) for each in state.trials.values()]
 
 
 class _Outside:
-    """Nobody asks for anything; somebody may interrupt."""
+    """No stop requests; an interrupt once `until` holds."""
 
     def __init__(self, until: Callable[[], bool]) -> None:
         self._until = until

@@ -1,4 +1,4 @@
-"""Drivers to kill, and targets to kill them on."""
+"""Fixtures: processes that run flows and can be killed, and the targets that they write to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-import psutil  # type: ignore[import-untyped]  # it has no types of its own, and one call needs none
+import psutil  # type: ignore[import-untyped]  # the package has no types
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -30,7 +30,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def drivers(prefect_server: str, tmp_path: Path) -> Iterator[Drivers]:
-    """Starts calls of the flow in processes of their own, against the session's server."""
+    """Starts calls of the flow in child processes, against the session's server."""
     started = Drivers(prefect_server, tmp_path)
     yield started
     started.close()
@@ -43,7 +43,7 @@ def local_target(tmp_path: Path) -> LocalTarget:
 
 @pytest.fixture
 def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
-    """An experiment that fails as it is told to, in this process."""
+    """An experiment that fails as its configuration says, in this process."""
     assert prefect_server
     made = Trouble(tmp_path)
     with listening(made.said):
@@ -52,7 +52,7 @@ def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
 
 @pytest.fixture
 def left_run(prefect_server: str) -> Iterator[LeftRun]:
-    """The run of a deployment, to be left with forms."""
+    """The run of a deployment, which waits for forms."""
     assert prefect_server
     with get_client(sync_client=True) as client:
         yield LeftRun(client)
@@ -132,9 +132,9 @@ def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Itera
 
 @pytest.fixture(scope="module")
 def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
-    """Somebody at the Prefect UI, and a worker for all that they start.
+    """A user of the Prefect UI, and a worker for the runs that they start.
 
-    It has no limit: one of 3.8.8 that has one dies where a run is started again while its process still ends.
+    The worker has no limit: one of Prefect 3.8.8 with a limit crashes if a run restarts while its process still ends.
     """
     _deploy(environment := _environment(prefect_server))
     with _working(environment, tmp_path_factory.mktemp("worker")), get_client(sync_client=True) as client:
@@ -154,7 +154,7 @@ def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterat
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
     yield process
     process.terminate()
-    with suppress(subprocess.TimeoutExpired):  # it waits for what it runs, however long that takes
+    with suppress(subprocess.TimeoutExpired):  # it waits for its runs, however long they take
         process.wait(60)
         return
     for each in [*psutil.Process(process.pid).children(recursive=True), process]:

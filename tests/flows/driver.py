@@ -1,4 +1,4 @@
-"""A process that calls the flow, made to be killed: forked from one that has imported everything already."""
+"""A process that calls the flow and can be killed; it is forked from a process that has imported everything already."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARK = "PREFECT_TUNE_TEST_DRIVER"
 def until(condition: Callable[[], object], *, seconds: float, what: Callable[[], str]) -> None:
     """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
 
-    A condition that takes long to compute is computed less often: what is waited for needs the processor too.
+    A condition that takes long to compute is computed less often: the awaited process needs the processor too.
     """
     end = time.monotonic() + seconds
     while True:
@@ -71,7 +71,7 @@ class Driver:
         return self.process.is_alive()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to the flow's process alone."""
+        """Send a signal to the flow's process alone."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -81,7 +81,7 @@ class Driver:
         self.process.join(20)
 
     def kill_everything(self) -> None:
-        """`kill -9` of the flow and of the trial, as near to at once as can be: what a machine's end looks like."""
+        """`kill -9` of the flow and of the trial, almost at once: as when the machine fails."""
         trials = self.trials()
         for pid in (self.pid, *trials):
             with suppress(ProcessLookupError):
@@ -89,11 +89,11 @@ class Driver:
         self.process.join(20)
 
     def trials(self) -> Sequence[int]:
-        """Return the processes that train, found by what they are, not by what the flow says."""
+        """Return the processes that train, found in `/proc`, not by the flow's own records."""
         return [pid for pid in self.family() if file_of(pid, "comm") == b"trial\n"]
 
     def family(self) -> Sequence[int]:
-        """Return every process that descends from this one and lives, whoever its parent is by now."""
+        """Return every live descendant of this process, also those with another parent by now."""
         mark = f"{_MARK}={self.mark}".encode()
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
         return [pid for pid in pids if pid != self.pid and mark in file_of(pid, "environ").split(b"\0")]
@@ -110,7 +110,7 @@ class Driver:
         return self.outcome()
 
     def outcome(self) -> Mapping[str, Any]:
-        """Return what it ended with; empty when it was killed."""
+        """Return its result or error; empty if it was killed."""
         path = self.folder / "outcome.json"
         found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found

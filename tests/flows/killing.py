@@ -1,4 +1,4 @@
-"""Kill a training at seeded random moments until it is done all the same, and count what that cost."""
+"""Kill a training at seeded random moments until it completes, and count the steps that were lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Campaign:
         )
 
     def _train(self, kills: int) -> None:
-        """One training, killed so often, to its end."""
+        """Run one training to its end, killing it on the way."""
         name = f"{self.victim}-{self.trainings}"
         self.trainings += 1
         witness = self.folder / f"{name}.witness"
@@ -118,14 +118,14 @@ class Campaign:
         return _lived(driver, self.random.uniform(0, 3))
 
     def _in_training(self, driver: Driver, witness: Path) -> bool:
-        return _heard(driver, witness, "begin", 1) and _lived(driver, self.random.uniform(0, 1))
+        return _wait_for_act(driver, witness, "begin", 1) and _lived(driver, self.random.uniform(0, 1))
 
     def _in_a_commit(self, driver: Driver, witness: Path) -> bool:
         nth = self.random.randint(1, 4)
-        return _heard(driver, witness, "saving", nth) and _lived(driver, self.random.uniform(0, 0.12))
+        return _wait_for_act(driver, witness, "saving", nth) and _lived(driver, self.random.uniform(0, 0.12))
 
     def _judged(self, name: str, driver: Driver) -> Sequence[str]:
-        """What is wrong with the end of a training."""
+        """Return what is wrong with the end of a training."""
         outcome = driver.wait()
         if outcome.get("status") != "completed":
             return [f"it ended as {outcome}:\n{driver.log[-3000:]}"]
@@ -151,13 +151,13 @@ def _killed_trial(driver: Driver) -> bool:
 
 
 def _lived(driver: Driver, seconds: float) -> bool:
-    """Wait so long; False as soon as it has ended."""
+    """Wait for these seconds; False as soon as the driver has ended."""
     driver.process.join(seconds)
     return driver.is_alive()
 
 
-def _heard(driver: Driver, witness: Path, act: str, nth: int) -> bool:
-    """Wait until `act` was told `nth` times from now on; False when it ends before."""
+def _wait_for_act(driver: Driver, witness: Path, act: str, nth: int) -> bool:
+    """Wait until the witness has `nth` more entries of `act`; False if the driver ends before."""
     before = _count(witness, act)
     return _until(driver, lambda: _count(witness, act) >= before + nth)
 
@@ -176,7 +176,7 @@ def _count(witness: Path, act: str) -> int:
 
 
 def redone(acts: Sequence[Act], *, uncertain: int) -> tuple[Sequence[int], Sequence[str]]:
-    """Return the steps that each restart lost, and each acknowledged commit that was not gone on from.
+    """Return the steps that each restart lost, and each acknowledged commit from which no restart continued.
 
     A save is known to be acknowledged when the process that made it trains on; with uploads that overlap
     training, the `uncertain` last ones are not.

@@ -1,4 +1,4 @@
-"""The run of a deployment that is left with forms, and started again as a worker would."""
+"""The run of a deployment that waits for an input form, and is started again as a worker would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect_tune.suspension.suspend_flow_run import Shown, last_form, leave_wit
 
 
 class LeftRun:
-    """One that does in this process whatever it is to do."""
+    """A flow run whose code runs in this process."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
         self._client = client
@@ -26,7 +26,7 @@ class LeftRun:
         self.id: UUID = client.create_flow_run_from_deployment(deployment).id
 
     def within(self, act: Callable[[], object]) -> Any:
-        """Start it, and have it do so."""
+        """Start the run, and call the function in it."""
         return run_flow(flow(name="asks")(act), flow_run=self._client.read_flow_run(self.id))
 
     def ask(self, form: type[RunInput], about: str) -> None:
@@ -45,14 +45,14 @@ class LeftRun:
         return found[0]
 
     def page(self) -> str:
-        """What stands above the form that it waits with."""
+        """Return the text above the form that the run waits with."""
         state = self._client.read_flow_run(self.id).state
         keyset = state.state_details.run_input_keyset if state else None
         assert keyset is not None
         return self._client.read_flow_run_input(self.id, keyset["description"])
 
     def has_answered(self, forms: int) -> None:
-        """Leave behind what the forms of a long life do."""
+        """Write the stored inputs that many earlier forms leave behind."""
         for number in range(forms):
             for kind in ("schema", "description", "response"):
                 key = f"suspended-prefect-tune-ask-{number:04}-{number:012}-{kind}"
@@ -60,4 +60,4 @@ class LeftRun:
 
 
 def _nothing() -> None:
-    """What no worker starts."""
+    """A flow that no worker starts."""

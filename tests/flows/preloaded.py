@@ -1,4 +1,4 @@
-"""What the process that drivers are forked from has imported: seconds that no kill has to wait for."""
+"""Modules imported by the process that drivers are forked from, so that a driver starts without import time."""
 
 from __future__ import annotations
 

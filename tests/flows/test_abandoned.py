@@ -1,4 +1,4 @@
-"""When the process of a search cannot continue, no trial is left behind that waits for an answer."""
+"""When the process of a search cannot continue, it stops all trials: none waits for an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.trainables.witness import acts_of
 
 
 class WritesUntil:
-    """A journal's writer that the target deserts after so many entries."""
+    """A journal's writer whose target fails after so many entries."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -63,9 +63,9 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
     acted = Acted(local_target)
 
     def stop() -> None:
-        raise StoreUnavailable("nobody can be told")
+        raise StoreUnavailable("no trial can be reached")
 
-    acted.executor.stop = stop  # type: ignore[method-assign]  # for this one troupe
+    acted.executor.stop = stop  # type: ignore[method-assign]  # for this one executor
     with pytest.raises(StoreUnavailable, match="the target is away"):
         acted.run(writer=WritesUntil(1))
 

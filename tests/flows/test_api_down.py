@@ -1,4 +1,4 @@
-"""The Prefect server goes away: training continues, commits stay valid, and the flow ends right when it is back."""
+"""The Prefect API goes away: training continues, commits stay valid, and the flow completes once the API is back."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
 
 
 def _task_runs_of(flow_run: Owner) -> tuple[int, set[str]]:
-    """How many trials the server knows to have been trained to their ends, and the states of all task runs."""
+    """Return how many trials completed by the server's records, and the states of all task runs."""
     only = FlowRunFilter.model_validate({"id": {"any_": [str(flow_run.flow_run)]}})
     with get_client(sync_client=True) as client:
         runs = client.read_task_runs(flow_run_filter=only, limit=200)

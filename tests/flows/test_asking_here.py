@@ -1,4 +1,4 @@
-"""A trial asks a person where no worker would start the run again: it waits, or asks in the terminal."""
+"""A trial asks for input where no worker would restart the run: it waits, or asks in the terminal."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Keyboard(io.StringIO):
 
 
 def inquisitor(config: Mapping[str, Any]) -> None:
-    """Asks so often before anything else comes of it."""
+    """A trainable that asks so many times before it trains on."""
     for number in range(config["questions"]):
         pt.ask(f"Question {number}?", {"go_on": True})
     pt.report({"loss": 0.0})

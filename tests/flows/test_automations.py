@@ -1,4 +1,4 @@
-"""The automations as code: installed once, by their names; that they fire; and that they bring back what was killed."""
+"""Automations as code: installed once by name, they fire, and they restart killed runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psutil  # type: ignore[import-untyped]  # it has no types of its own, and two calls need none
+import psutil  # type: ignore[import-untyped]  # the package has no types
 import pytest
 from prefect import flow
 from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
@@ -67,7 +67,7 @@ def clean(prefect_server: str) -> Iterator[str]:
 
 @pytest.mark.usefixtures("clean")
 class TestInstalled:
-    """What is on the server afterwards."""
+    """The automations on the server after `install_automations`."""
 
     def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
         trigger = EventTrigger(expect={"prefect-tune.trial.finished"}, posture="Reactive", threshold=1)
@@ -218,7 +218,7 @@ def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_i
 
 @flow
 def evaluate(experiment: str, trial: str) -> None:
-    """Never run: that it is to run, and with what, is all that is asked here."""
+    """Never run: the tests check only that it is scheduled, and its parameters."""
 
 
 def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(clean: str, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def damage(target: LocalTarget, *, step: int) -> None:
 
 @contextmanager
 def a_server(folder: Path) -> Iterator[dict[str, str]]:
-    """A whole Prefect server: the harness's evaluates no trigger on what does not happen."""
+    """A whole Prefect server: the test harness's server evaluates no proactive triggers."""
     home = folder / "home"
     home.mkdir()
     environment = {
@@ -397,7 +397,7 @@ class Run:
         return trial_at(self._target, self._experiment)
 
     def until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
-        """Wait for it; return how long it took."""
+        """Wait for the condition; return how long it took."""
         began = time.monotonic()
         until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
         return time.monotonic() - began
@@ -467,7 +467,7 @@ def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_pa
 
 @contextmanager
 def stopped(*processes: psutil.Process) -> Iterator[None]:
-    """They neither run nor end, as on a machine that has lost its network."""
+    """Stop the processes within the block: they neither run nor end, as on a machine that has lost its network."""
     for each in processes:
         each.suspend()
     try:

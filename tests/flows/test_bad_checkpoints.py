@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and checkpoints that kill: put aside, loudly; the one before is used, never a fresh start."""
+"""Damaged checkpoints, and checkpoints that crash: quarantined with an error; the trial resumes from the one before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 
 @pytest.fixture
 def trained(trouble: Trouble) -> Trouble:
-    """A real training, ended at step 15 with checkpoints of 5, 10 and 15."""
+    """A real training that ended at step 15, with checkpoints of steps 5, 10 and 15."""
     trouble.trainable = _MLP
     trouble.run(steps=15)
     return trouble

@@ -1,4 +1,4 @@
-"""Bad input: one clear error for each, that says what and where; and no step is trained."""
+"""Bad input: one clear error each that says what and where, before any step is trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _holds_a_lock() -> Callable[[dict[str, object]], None]:
     return train
 
 
-# What is wrong; the arguments that are; the error; what its message names.
+# The mistake; its arguments; the error; what the message names.
 BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple[str, ...]]] = [
     ("unknown scheme", lambda: {"target": "floppy://a/b"}, InvalidInput, ("floppy",)),
     ("unknown block type", lambda: {"target": "s4-target/prod"}, InvalidInput, ("s4-target",)),

@@ -1,4 +1,4 @@
-"""Many trials at a time on Dask's workers, with a Prefect server on PostgreSQL, of which a part is killed."""
+"""Many concurrent trials on Dask workers, with a Prefect server on PostgreSQL; some of the workers are killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRIALS, _AT_ONCE, _STEPS, _SAVE_EVERY = 100, 16, 10, 5
 
 @pytest.fixture
 def environment_of_a_search(tmp_path: Path) -> Iterator[Mapping[str, str]]:
-    """That of a process that searches, with a Prefect server on PostgreSQL."""
+    """The environment of a process that searches, with a Prefect server on PostgreSQL."""
     if not is_installed():
         pytest.skip("apt-get install postgresql")
     if os.geteuid():
@@ -36,7 +36,7 @@ def environment_of_a_search(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 def test_a_killed_worker_and_a_killed_machine_lose_nothing_of_a_search_on_a_cluster(
     environment_of_a_search: Mapping[str, str], tmp_path: Path
 ) -> None:
-    """The machine is that of the search and of Dask's scheduler."""
+    """The killed machine runs the search and Dask's scheduler."""
     folder = tmp_path / "search"
     folder.mkdir()
     work = Work(_TRIALS, _AT_ONCE, _STEPS, 0.2, _SAVE_EVERY, str(folder))

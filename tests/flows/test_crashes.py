@@ -1,4 +1,4 @@
-"""`kill -9` of real processes at random moments of a real training: nothing that was acknowledged is lost."""
+"""`kill -9` of real processes at random moments of a real training: no acknowledged checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_many_kills_change_nothing_either(
     commit: str, victim: Victim, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
 ) -> None:
     assert commit in ("sync", "async")
-    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # the line above sees to it
+    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # checked above
 
 
 def _acts(*lines: str) -> list[Act]:

@@ -1,4 +1,4 @@
-"""Runs of deployments: three extend one experiment, one too many does no harm, and no secret is ever told."""
+"""Runs of deployments: three extend one experiment, a surplus one does no harm, and no secret is stored or logged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def begun(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:
 
 
 def ended(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]:
-    """The state after what a worker's process would do with it."""
+    """Execute the run as a worker's process would, and return its final state."""
     module, _, attribute = str(client.read_deployment_by_name(name).entrypoint).rpartition(".")
     flow: Flow[..., Any] = getattr(import_module(module), attribute)
     found: Any = run_flow(flow, flow_run=client.read_flow_run(flow_run.id), return_type="state")
@@ -166,7 +166,7 @@ def test_a_deployment_of_an_earlier_release_and_its_runs_take_flat_parameters(
 
 @pytest.fixture
 def vault(client: SyncPrefectClient, s3_port: int) -> S3Target:
-    """A saved block whose secret is nobody's business."""
+    """A saved block with a secret that must appear nowhere else."""
     del client  # the server that it speaks with
     block = S3Target(
         bucket="durable",
@@ -182,7 +182,7 @@ def vault(client: SyncPrefectClient, s3_port: int) -> S3Target:
 
 
 def everything(client: SyncPrefectClient) -> str:
-    """All that a person can read on the server."""
+    """Return everything that a user can read on the server."""
     APILogWorker.drain_all(timeout=30)
     found: list[Any] = [*client.read_deployments(limit=200), *client.read_flow_runs(limit=200)]
     found += client.read_artifacts(limit=200)
@@ -192,7 +192,7 @@ def everything(client: SyncPrefectClient) -> str:
 
 
 def ways(client: SyncPrefectClient) -> Mapping[str, Any]:
-    """All ways to mean the block."""
+    """Return all ways to refer to the block."""
     document = client.read_block_document_by_name("vault", "s3-target")
     return {
         "slug": "s3-target/vault",

@@ -1,4 +1,4 @@
-"""A deployment that a process worker runs: killed, started again with the same experiment name, it resumes."""
+"""A deployment run by a process worker: killed, and started again with the same experiment name, it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of real runs, as a real server has them: each once, by the schema, about resources that stay the same."""
+"""Events of real runs on a real server: each is emitted once, follows the schema, and names stable resources."""
 
 from __future__ import annotations
 

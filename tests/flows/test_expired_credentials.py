@@ -1,4 +1,4 @@
-"""Credentials that expire under running trials: none of them ends, and running again takes up what had to stop."""
+"""Credentials that expire during trials: no trial fails, and the next run resumes what had to stop."""
 
 from __future__ import annotations
 

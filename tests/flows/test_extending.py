@@ -1,4 +1,4 @@
-"""Runs that add samples to those of earlier runs: each once, what was left over first."""
+"""Runs that add samples to those of earlier runs: each run adds its samples once; unfinished trials come first."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def begun(**options: Any) -> Experiment:
 
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
-    """The experiment as the journal has it when a run with this id has opened it."""
+    """The experiment by its journal after a run with this id has opened it."""
     now, added = extended(planned(**options), state, lambda: number)
     return after(state, [Described(settings=now.settings), *added])
 
 
-def _nobody() -> str:
-    raise AssertionError("it costs requests, and nobody needs to know")
+def _unexpected() -> str:
+    raise AssertionError("the name of the run was requested without need: that costs requests")
 
 
 def total(state: Experiment) -> object:
@@ -77,8 +77,8 @@ OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, 
 
 
 def samples_of(state: Experiment, **options: Any) -> int | None:
-    """How many trials there are to be in all."""
-    now, _ = extended(planned(**options), state, _nobody)
+    """Return the total number of trials to run."""
+    now, _ = extended(planned(**options), state, _unexpected)
     return now.trial_count
 
 
@@ -99,7 +99,7 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
     state = after(nothing_yet("grid"), [Described(settings=written)])
-    resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _nobody)
+    resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
     for number in ("a", "b", "c"):
@@ -123,7 +123,7 @@ def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet("nightly"), "a", samples_per_run=5)
-    same, added = extended(planned(num_samples=3), state, _nobody)
+    same, added = extended(planned(num_samples=3), state, _unexpected)
     assert (same.num_samples, added) == (3, ())
 
 
@@ -199,7 +199,7 @@ def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_targe
 
 
 class _Dies(Exception):
-    """What a flow ends with before a Retry."""
+    """The error of a flow run before a Retry."""
 
 
 def _is_first_try() -> bool:
@@ -256,7 +256,7 @@ def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not
     before, again = tries
     assert before == again
     assert len(set(before)) == 3
-    assert str(UUID(run)) == run  # nobody has called it: it is told by its id
+    assert str(UUID(run)) == run  # the run has no name of its own: its id names it
     assert all(each.startswith(f"{run}/") for each in before)
 
 

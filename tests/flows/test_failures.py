@@ -1,4 +1,4 @@
-"""What fails, by whose fault, how often it is retried, and what a resume finds afterwards."""
+"""Failures of attempts: their cause, the number of retries, and the state that a resume finds."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _SlowStore(PosixStore):
 
 
 class SlowTarget(LocalTarget):
-    """A folder that takes its time."""
+    """A slow local target."""
 
     _block_type_slug = "slow-target"
 

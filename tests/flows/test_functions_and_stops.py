@@ -1,4 +1,4 @@
-"""Function trainables, and the ways to say when it is enough."""
+"""Function trainables, and the stop conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""*other checkpoint*: a training goes back once, to a checkpoint that is whole, or asks again."""
+"""*other checkpoint*: a training goes back once to an intact checkpoint, or asks again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BACK = {"way": "other checkpoint", "checkpoint": 5}
 
 @pytest.fixture
 def trained(trouble: Trouble) -> Trouble:
-    """A training of 15 steps, with checkpoints of 5, 10 and 15."""
+    """A training of 15 steps, with checkpoints of steps 5, 10 and 15."""
     trouble.run(steps=15)
     return trouble
 

@@ -1,4 +1,4 @@
-"""Targets that hang, and targets that lie: a save ends at its deadline, and no manifest speaks of missing bytes."""
+"""Targets that hang or report false results: a save ends at its deadline, and no manifest lists missing bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
         _until_saving(driver, witness, 10)
         proxy.swallow()
         until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
-        # Between two tries nobody may be connected; a writer left behind would be for a minute.
+        # No connection is open between two tries; a leaked writer would keep its own for a minute.
         until(lambda: proxy.established == 0, seconds=8, what=lambda: f"{proxy.established} connections")
         assert "DeadlineExceeded" in driver.log
         proxy.restore()
@@ -103,7 +103,7 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
 
 
 class _Liar:
-    """A store whose client says that it wrote, and wrote nothing, or half of it."""
+    """A store whose client reports success for writes that stored nothing, or half of the bytes."""
 
     def __init__(self, honest: ObjectStore, kept: float) -> None:
         self._honest = honest
@@ -134,7 +134,7 @@ class _Liar:
 
 
 class LyingTarget(LocalTarget):
-    """A folder whose client believes in writes that never arrived, as `pyarrow.fs.copy_files` does."""
+    """A local target whose client reports success for lost writes, as `pyarrow.fs.copy_files` does."""
 
     _block_type_slug = "lying-target"
     kept: float = 0
@@ -165,7 +165,7 @@ def _about() -> About:
 
 
 class _Pretender:
-    """Answers "200" to every second blob and keeps nothing; notes which blobs were there when a manifest came."""
+    """Answers "200" to every second blob and stores nothing; records the stored blobs when a manifest comes."""
 
     def __init__(self, sink: S3Sink) -> None:
         self._sink = sink

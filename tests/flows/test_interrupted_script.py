@@ -1,4 +1,4 @@
-"""Ctrl-C of a script: the last line on the terminal says how to resume, and no line of Prefect's code is above it."""
+"""Ctrl-C of a script: the last line on the terminal says how to resume, without a Prefect traceback above it."""
 
 from __future__ import annotations
 

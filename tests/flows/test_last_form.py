@@ -1,4 +1,4 @@
-"""What the form that a run was last left with was answered with, however many there were before."""
+"""The answer to the last form of a run, however many forms there were before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `show`, `ls` and `report` say of a running search, and of one that was killed, in another process."""
+"""Output of `show`, `ls` and `report` about a running search, and about a killed one, from another process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def looked(*arguments: object) -> str:
 
 
 def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
-    """Return what `show` says; nothing while there is no experiment yet."""
+    """Return the output of `show`; empty while there is no experiment yet."""
     if not list(Path(target.path, "e", "journal").glob("*.json")):
         return {}
     found: dict[str, Any] = json.loads(looked("show", target.path, "e", "--json", *options))

@@ -1,4 +1,4 @@
-"""The flow that looks after a target: what it finds, what it does, and that it hurts nobody who runs there."""
+"""The maintenance flow of a target: its findings, its repairs, and that it disturbs no running search."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def flip(path: Path) -> None:
 
 
 def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> list[Path]:
-    """Those that belong to the checkpoint of that step alone."""
+    """Return the blobs that only the checkpoint of that step uses."""
     folder, store = TrialKey(experiment=experiment, trial=trial), PosixStore(target)
     refs = trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints
     keys = [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in refs]
@@ -152,7 +152,7 @@ def torn_journal(target: Path, trial: str) -> str:
 
 
 def unreadable_manifest(target: Path, trial: str) -> str:
-    """The store refuses to read it, to whomever."""
+    """Return the path of a manifest that the store refuses to read."""
     path = min((target / TrialKey(experiment="small", trial=trial).checkpoints).glob("*/manifest.json"))
     path.unlink()
     path.symlink_to(path.name)
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked:
         maintain(str(target), **asked)
 
 
-# ------------------------------------------------------------------------------------- beside those who run
+# ------------------------------------------------------------------------------------- beside running searches
 
 
 def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_aside_loudly(trouble: Trouble) -> None:
@@ -267,7 +267,7 @@ def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_asi
 
 
 class Slow(pt.Trainable):
-    """Steps of some milliseconds, with bytes that change and bytes that do not."""
+    """Steps of some milliseconds; its checkpoints have bytes that change and bytes that do not."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.x = float(config["x"])
@@ -352,7 +352,7 @@ def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target:
 
 
 def _task_runs(flow_run: UUID) -> set[str]:
-    """The names of its task runs that the server knows by now: it learns of them from events, after the run."""
+    """Return the names of the run's task runs on the server, which learns of them from events, after the run."""
     only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     with get_client(sync_client=True) as client:
         return {run.name for run in client.read_task_runs(flow_run_filter=only, limit=200)}

@@ -1,4 +1,4 @@
-"""A search whose metric no report has fails as soon as that is certain, and continues with the right metric."""
+"""A search fails as soon as it is certain that no report has its metric, and continues with the right metric."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_search_whose_trials_report_the_metric_rarely_completes(local_target: 
 
 
 def skipping(config: Mapping[str, Any]) -> None:
-    """Report something else than the metric for the first point."""
+    """Report another metric for the first point."""
     pt.report({"accuracy": 0.5} if config["point"] else {"skipped": 1})
 
 

@@ -1,4 +1,4 @@
-"""Attempts as runs of a deployment: begun once, whatever the API does meanwhile."""
+"""Attempts as runs of a deployment: each is started once, even if the API fails meanwhile."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
 
 
 def died(api: Api) -> None:
-    """The newest run is over, and no attempt came of it."""
+    """The newest run has ended before its attempt began."""
     list(api.runs.values())[-1].state = Crashed()
 
 

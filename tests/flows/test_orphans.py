@@ -1,4 +1,4 @@
-"""What a trial has started ends before its next attempt begins, and with its run: on every flow and task runner."""
+"""Processes that a trial started end before its next attempt and with its run, on every flow and task runner."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.flows.driver import Driver, Drivers, Flow, until
 from tests.trainables.witness import Act, acts_of
 
 Record = Callable[[str, object], None]
-_PATIENCE_SECONDS = 240  # of a machine that is busy with other tests
+_PATIENCE_SECONDS = 240  # the machine may be busy with other tests
 _STARTED = 3
 
 
 class Attempts:
-    """What the attempts of one trial have told: which processes trained, and what each of them has started."""
+    """The witness of one trial's attempts: which processes trained, and which processes each of them started."""
 
     def __init__(self, folder: Path) -> None:
         self.witness = folder / "witness"
@@ -57,7 +57,7 @@ def started(drivers: Drivers, flow: Flow, target: LocalTarget, attempts: Attempt
 
 
 def living(pids: set[int]) -> set[int]:
-    """Those that run: one that is dead and not yet buried has no command line."""
+    """Return the running processes: a zombie has no command line."""
 
     def runs(pid: int) -> bool:
         try:

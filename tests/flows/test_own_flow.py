@@ -1,4 +1,4 @@
-"""Flows of one's own, built of the public tasks, on a real server: retries, other runs, futures, stored results."""
+"""Users' flows built from the public tasks, on a real server: retries, other runs, futures, stored results."""
 
 from __future__ import annotations
 

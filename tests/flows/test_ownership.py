@@ -1,4 +1,4 @@
-"""One owner commits; whoever was thought dead, or came second, ends and harms nothing."""
+"""Only the owner of an experiment commits: a superseded or second owner ends and changes nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Contest:
         return sum(each.act == "saving" for each in acts_of(self.witness))
 
     def until_saved(self, times: int) -> None:
-        """Wait until so many saves more have begun."""
+        """Wait until so many further saves have begun."""
         wanted = self.saves() + times
         last = self.drivers.last
         until(lambda: self.saves() >= wanted, seconds=90, what=lambda: f"save {wanted}\n{last.log[-3000:]}")
@@ -191,7 +191,7 @@ def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[in
 
 
 def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
-    """A manifest that the zombie wrote after it was superseded is none that a next owner would adopt."""
+    """Require that the next owner adopts no manifest that the zombie wrote after it was superseded."""
     trial = TrialKey(experiment=_NAME, trial="trial")
     keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints))
     live = {(each.step, each.sequence) for each in trial_at(target, _NAME).checkpoints}
@@ -212,7 +212,7 @@ def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     acts = len(acts_of(contest.witness))
     _thaw(trial)
     dead.require_no_leftovers()
-    assert len(acts_of(contest.witness)) <= acts + 2  # it may end the step that it was in
+    assert len(acts_of(contest.witness)) <= acts + 2  # it may finish its current step
     contest.require_identical_end(outcome)
 
 

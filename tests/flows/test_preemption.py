@@ -65,7 +65,7 @@ class _Preempted:
         assert violations(self.target, _NAME, undisturbed(_STEPS)) == []
 
     def require_identical_end(self, *, from_step: int) -> None:
-        """Start again; it resumes from `from_step` and ends as if nothing had happened."""
+        """Start again; it resumes from `from_step` and ends like an undisturbed run."""
         outcome = self.start().wait()
         assert outcome.get("status") == "completed", outcome
         assert outcome["metrics"]["state"] == undisturbed(_STEPS).state[_STEPS]
@@ -80,7 +80,7 @@ def preempted(drivers: Drivers, local_target: StorageTarget, tmp_path: Path) -> 
 
 
 def _ended_by(driver: Driver, number: signal.Signals, *, within: float) -> Mapping[str, Any]:
-    """Send it; return what the driver ended with, which it did within so many seconds."""
+    """Send the signal; return the result of the driver, which must end within so many seconds."""
     sent = time.monotonic()
     driver.signal(number)
     outcome = driver.wait(seconds=within + _SLACK_SECONDS)

@@ -1,4 +1,4 @@
-"""Experiments that earlier releases wrote: read as they were then, and gone on with."""
+"""Experiments that earlier releases wrote: they read as they did then, and can be resumed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ KINDS: Mapping[str, type[Document]] = {
 
 @pytest.fixture(scope="module", params=releases(), ids=lambda path: path.name)
 def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """For tests that only read."""
+    """The targets of earlier releases, for tests that only read."""
     return Release(request.param, tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(params=releases(), ids=lambda path: path.name)
 def release(request: pytest.FixtureRequest, tmp_path: Path, prefect_server: str) -> Release:
-    """Resumed by today's release."""
+    """The targets of earlier releases, resumed by the current release."""
     assert prefect_server
     return Release(request.param, tmp_path)
 
@@ -55,7 +55,7 @@ def test_every_experiment_reads_as_it_did_when_it_was_written_and_reading_writes
 
 
 def require_in(found: Any, facts: Any) -> None:
-    """Fail where one of the facts is not found: what a later release knows besides is all right."""
+    """Fail if one of the facts is missing; a later release may have more."""
     if isinstance(facts, dict):
         for name, fact in facts.items():
             require_in(found[name], fact)

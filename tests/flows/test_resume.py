@@ -1,4 +1,4 @@
-"""The ways to resume a search: forked, only what errored, from what others found; and when not to."""
+"""The ways to resume a search: fork it, retry only errored trials, start from others' results; and the refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TPE = {"OptunaSearch": {"num_samples": 6}}
 
 
 def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGITS, **options: Any) -> pt.Results:
-    """Search with what most tests here have in common: one trial after the other, in this process."""
+    """Search with the common options of these tests: one trial after the other, in this process."""
     common: dict[str, Any] = {
         "space": SPACE,
         "target": target,
@@ -72,7 +72,7 @@ def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
 
 
 def entry_of_a_stop(target: LocalTarget) -> int:
-    """An entry in which it was decided that a trial leaves, and nobody has left yet."""
+    """Return the number of the first journal entry that decides to stop a trial; no trial has stopped at it."""
     return next(
         entry.number
         for entry in entries_at(target, "old")
@@ -279,7 +279,7 @@ def train(config):
 
 
 def changing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """A module whose source becomes another."""
+    """A module whose source changes."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(value: str) -> str:

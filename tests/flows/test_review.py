@@ -1,4 +1,4 @@
-"""What only a whole flow shows: how an attempt's end reaches the journal, the budget, and whoever looks at the UI."""
+"""Behaviour that only a whole flow shows: how the end of an attempt reaches the journal, the budget and the UI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search says where it would else be green and useless."""
+"""Warnings and errors of a search that would otherwise complete without a useful result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever asks for what an experiment cannot be is refused, and who runs it is not disturbed."""
+"""A run whose parameters do not fit the experiment is refused; a running owner is not disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a call is about the trial that is there already, and when that one has had enough."""
+"""When a call continues the existing trial of an experiment, and when that trial is already complete."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(tmp_path: Path) -> TrialSpec:
 
 
 def known(**fingerprint: str) -> Experiment:
-    """A training that its journal knows."""
+    """A training with a journal."""
     trial = Trial(trial="trial", config={}, fingerprint=fingerprint)
     return nothing_yet(NAME).model_copy(update={"trials": TrialMap.of([trial])})
 

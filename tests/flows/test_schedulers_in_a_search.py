@@ -1,4 +1,4 @@
-"""What a search makes of what its scheduler says, or cannot say; without a server, and without training."""
+"""The reaction of a search to its scheduler's decisions and errors; without a server, and without training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAVED = CheckpointRef(step=3, sequence=1, metrics={"loss": 1.0})
 
 
 def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
-    """An experiment with one trial, and what that has written of its first attempt and nobody has heard."""
+    """An experiment with one trial, whose own journal has events of its first attempt that no search has read."""
     added = TrialAdded(trial="00000", config={"x": 0.5})
     began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
     own = JournalKey(experiment=NAME, trial="00000")

@@ -1,4 +1,4 @@
-"""`kill -9` of whole searches at random moments: the table of trials ends as if nothing had happened."""
+"""`kill -9` of whole searches at random moments: the table of trials equals that of an undisturbed search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # it has no types of its own, and three calls need none
+import psutil  # type: ignore[import-untyped]  # the package has no types
 import pytest
 
 from prefect_tune.blocks import StorageTarget
@@ -79,7 +79,7 @@ class _Search:
 
 
 def _killed_until_done(search: _Search, name: str, *, kills: int, seed: int) -> int:
-    """Kill the search so many times, at random moments of its work; return how often it was."""
+    """Kill the search so many times, at random moments of its work; return the number of kills."""
     chance = random.Random(seed)
     for kill in range(kills):
         driver = search.start(name)
@@ -189,7 +189,7 @@ def _struck(driver: Driver, worker: subprocess.Popen[bytes], chance: random.Rand
 
 
 def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
-    """Die so many times at one write or the other, each time with the next owner at work; then come to the end."""
+    """Die so many times at one write or another, each time with a new owner; then run to the end."""
     chance, undisturbed = random.Random(seed), search.start("undisturbed").wait(seconds=300)
     writes = undisturbed["writes"]
     for death in range(deaths):

@@ -1,4 +1,4 @@
-"""Trials that run on other machines: they outlive the search that started them, and the next one finds them."""
+"""Trials on other machines: they outlive the search that started them, and the next run of it finds them."""
 
 from __future__ import annotations
 

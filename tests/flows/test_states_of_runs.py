@@ -1,4 +1,4 @@
-"""The states in which flow runs and task runs end: a person sees in Prefect's UI how each attempt ended, and why."""
+"""Final states of flow runs and task runs: Prefect's UI shows how and why each attempt ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending before there is nothing more to do: asked from outside, or by the experiment's own stoppers."""
+"""Early ends of a search: by a request from outside, or by its own stoppers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def target(tmp_path: Path) -> pt.LocalTarget:
 
 
 class Slow:
-    """A search of two trials that take their time, and what they have done."""
+    """A search of two slow trials, and the steps that they trained."""
 
     def __init__(self, target: pt.LocalTarget, folder: Path) -> None:
         self.target = target
@@ -61,7 +61,7 @@ class Slow:
         return sum(each.act == "trained" for each in acts_of(self.witness))
 
     def search_while(self, ask_for_it: Callable[[], StopOutcome]) -> tuple[pt.Results, StopOutcome]:
-        """Search, and ask for something as soon as both trials train."""
+        """Search, and call a function as soon as both trials train."""
         outcomes: list[StopOutcome] = []
 
         def asking() -> None:
@@ -125,7 +125,7 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     results = slow.search(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
     assert (stopped.status, stopped.left) == (Status.INTERRUPTED, True)
-    assert stopped.step < 27  # the smallest budget may let it step
+    assert stopped.step < 27  # the smallest budget may allow it a step
     assert (other.status, other.left, other.step) == (Status.COMPLETED, False, 27)
     assert (len(results.experiment.heard), results.experiment.ends) == (2, "")
 
@@ -149,7 +149,7 @@ def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow:
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
         store.create("e/requests/0000000001.json", b"junk")
         state = experiment_at(slow.target, "e")
-        request = StopRequest(write_id="w", at="now", reason="stop", epoch=state.epoch + 1, trial="nobody")
+        request = StopRequest(write_id="w", at="now", reason="stop", epoch=state.epoch + 1, trial="unknown")
         assert ask(store, state, request) == 2
     results = slow.search(step_seconds=0, stop={"step": 2})
     assert [each.step for each in results.trials.values()] == [2, 2]

@@ -1,4 +1,4 @@
-"""Trials that run as deployments are stopped by whoever runs the search, and where nobody does, all the same."""
+"""Trials that run as deployments are stopped through their search, and also when no process runs the search."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS = 27
 
 
 def own_journal(target: LocalTarget, trial: str) -> Trial:
-    """What the trial's supervisor wrote, heard by a search or not."""
+    """Return the trial by its own journal, whether or not a search has read that."""
     with target.open(timeout=timedelta(seconds=30)) as store:
         return load(store, JournalKey(experiment="e", trial=trial), side_by_side=map).trial(trial)
 

@@ -1,4 +1,4 @@
-"""Suspend and Resume in the UI: everything saves, a person is asked, and the same run continues as answered."""
+"""Suspend and Resume in the UI: every trial saves, the form asks how to continue, and the same run continues so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same search on Dask's and on Ray's workers, which may die as well."""
+"""The same search on Dask's and Ray's workers, some of which are killed."""
 
 from __future__ import annotations
 

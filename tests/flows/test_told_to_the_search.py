@@ -1,4 +1,4 @@
-"""What a search hears of the trials that its scheduler stops, and what that changes; without a server."""
+"""Events that a search algorithm receives about trials stopped by the scheduler, and their effect; without a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True)
 class Noting(Search):
-    """Proposes anything, and notes down what it hears."""
+    """Random search that records the events that it receives."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
 

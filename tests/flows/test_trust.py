@@ -1,4 +1,4 @@
-"""Whose code a resume runs: nothing that lies on a target chooses it."""
+"""The code that a resume runs is never chosen by an object on the target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
 from tests.trainables.moody import train
 
-KEY = SecretStr("a key that nobody guesses")
+KEY = SecretStr("a key that is hard to guess")
 
 
 @pytest.fixture
@@ -39,18 +39,18 @@ def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
 
 
 def from_code(target: StorageTarget, **options: Any) -> object:
-    """As a script calls it; what is refused is refused before Prefect is asked for anything."""
+    """Resume as a script does; a refusal comes before any request to Prefect."""
     return resume.fn("e", target=target, **options)
 
 
 def from_a_form(target: StorageTarget, **options: Any) -> object:
-    """As a form, a schedule and an automation give parameters: everything is JSON."""
+    """Resume with JSON parameters, as a form, a schedule and an automation do."""
     parameters = json.loads(json.dumps({"experiment": "e", "target": target.uri, **options}))
     return resume.fn(**resume.validate_parameters(parameters))
 
 
 def named(road: str) -> Mapping[str, str]:
-    """What the person passes: all but what the road is about."""
+    """The arguments that the user passes: all except those of the tested road."""
     return {} if "trainable" in road else {"trainable": TRAIN}
 
 
@@ -109,7 +109,7 @@ def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(un
 
 
 def refused(target: StorageTarget, **options: Any) -> str:
-    """Resume `e`, see it refused, and return what is said."""
+    """Resume `e`, require a refusal, and return its message."""
     with pytest.raises(UnsafePayload) as caught:
         resume.fn("e", target=target, **options)
     return str(caught.value)
@@ -267,7 +267,7 @@ def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget
 def test_a_folder_that_others_can_write_to_is_not_ones_own(
     below: str, local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)  # whoever runs the tests may have one
+    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)  # the tests' user may have one
     describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
     with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
         resume.fn("e", target=local_target)
@@ -298,7 +298,7 @@ def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untr
     assert count(pt.resume("e", target=keyed(untrusted), num_samples=3, stop={"step": 4})) == 3  # it was signed again
     assert count(pt.resume("e", target=keyed(untrusted), fork="copy", num_samples=4)) == 4
     assert count(pt.resume("copy", target=keyed(untrusted), num_samples=5)) == 5
-    assert "does not match the target's signing_key" in refused(keyed(untrusted, SecretStr("another key of somebody")))
+    assert "does not match the target's signing_key" in refused(keyed(untrusted, SecretStr("another user's long key")))
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -321,7 +321,7 @@ _GOOD = signed(_SETTINGS, "e", KEY.get_secret_value().encode())
         ({**_GOOD, "trainable": "subprocess:call"}, "does not match"),
         ({**_GOOD, "trial_job_variables": {"command": "touch"}}, "does not match"),
         ({**_GOOD, "signature": ["hmac"]}, "does not match"),
-        (signed(_SETTINGS, "e", b"another key of somebody"), "does not match"),
+        (signed(_SETTINGS, "e", b"another key of another user"), "does not match"),
         (signed(_SETTINGS, "other", KEY.get_secret_value().encode()), "does not match"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a search does with its trials, in this process, against a real server."""
+"""Searches in this process, against a real server: trials, retries, results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOODY = "tests.trainables.moody:Moody"
 
 
 def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results:
-    """Search with what most tests here have in common."""
+    """Search with the common options of these tests."""
     common: dict[str, Any] = {
         "target": str(folder / "target"),
         "experiment": "e",

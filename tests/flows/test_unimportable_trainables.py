@@ -1,4 +1,4 @@
-"""Trainables that cannot be imported: refused before anything is written, or by the first attempts."""
+"""Trainables that cannot be imported: refused before anything is written, or failed by their first attempts."""
 
 from __future__ import annotations
 

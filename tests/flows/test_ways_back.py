@@ -1,4 +1,4 @@
-"""Retry, automations, Cancel: each continues the same run, and none does harm where it was a mistake."""
+"""Retry, automations, Cancel: each continues the same run, and a mistaken one does no harm."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Training:
         os.kill(self.ui.process_of(self.run), signal.SIGKILL)
 
     def require_no_committed_step_again(self) -> None:
-        """Whoever began trained on from a commit, and no process trained what another one had committed before."""
+        """Every attempt began at a commit, and no process trained a step that an earlier one had committed."""
         begun: dict[Any, list[int]] = {}
         for each in acts_of(self.witness):
             if each.act == "begin":
@@ -100,7 +100,7 @@ def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_s
     assert ui.until_final(training.run).is_completed(), ui.log(training.run)
     training.require_identical_end()
     training.require_no_committed_step_again()
-    names = ui.history(training.run)  # of the kill two tell, the runner and the worker, and the second one is late
+    names = ui.history(training.run)  # runner and worker both report the kill; the second report is late
     after_the_alarm = names[len(names) - names[::-1].index("AwaitingRetry") :]
     assert not {"Crashed", "Failed"} & set(after_the_alarm), names
     eventually("the log", lambda: "it was taken over" in ui.log(training.run), timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""What a training must come out as, and what a target says of it: the judge, who shares no code with the flow."""
+"""The expected end of a training, and the state that a target holds; shares no code with the flow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def undisturbed(steps: int) -> Undisturbed:
 
 
 def experiment_at(target: StorageTarget, name: str) -> Experiment:
-    """Return the experiment as its journal tells it now, without opening it."""
+    """Return the current state of the experiment by its journal, without opening it as an owner."""
     with target.open(timeout=_PATIENCE) as store:
         return load(store, name, side_by_side=map)
 
@@ -68,7 +68,7 @@ def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
 
 
 def owners_at(target: StorageTarget, name: str) -> Mapping[int, Owner]:
-    """Return who opened the experiment, by process id."""
+    """Return the owners that opened the experiment, by process id."""
     events = [event for entry in entries_at(target, name) for event in entry.events]
     return {event.owner.pid: event.owner for event in events if isinstance(event, Opened)}
 
@@ -80,7 +80,7 @@ def objects_at(target: StorageTarget, folder: str) -> Mapping[str, int]:
 
 
 def state_of_flow_run(owner: Owner) -> tuple[str, str]:
-    """Return what the server says of the owner's flow run: the state's name, and its message."""
+    """Return the state of the owner's flow run on the server: its name and message."""
     from prefect.client.orchestration import get_client
 
     assert owner.flow_run is not None
@@ -115,7 +115,7 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
 
 
 def violations(target: StorageTarget, name: str, truth: Undisturbed) -> Sequence[str]:
-    """Return what is wrong on the target, whatever has just died: journal, every report, every live checkpoint."""
+    """Return what is wrong on the target after a kill: in the journal, any report, any live checkpoint."""
     experiment = experiment_at(target, name)
     found = list(_of_reports(target, name, truth.state))
     trial = experiment.trials.get(TRIAL)

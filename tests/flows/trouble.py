@@ -1,4 +1,4 @@
-"""An experiment in this process that fails as it is told to, and what was said of it."""
+"""An experiment that fails as its configuration says, in this process, with its log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTER = "tests.trainables.troublesome:Counter"
 
 
 class Trouble:
-    """One experiment of a trainable that fails as it is told to, run in this process."""
+    """One experiment of a trainable that fails as its configuration says, run in this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,16 +37,16 @@ class Trouble:
         self.said: list[logging.LogRecord] = []
 
     def run(self, *, steps: int | None = 20, **more: Any) -> TrialResult:
-        """Call the flow, as often as one likes."""
+        """Call the flow; it may be called several times."""
         options = {"stop": {"step": steps} if steps else None, **self.options, **more}
         return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
 
     def plan(self, stop: object) -> SearchPlan:
-        """What the flow makes of its parameters."""
+        """Return the flow's plan for its parameters."""
         return SearchPlan(trainable=self.trainable, target=self.target, experiment=_NAME, stop=stop)
 
     def poison(self, step: int, way: str) -> None:
-        """From now on whoever has loaded the checkpoint of `step` fails before its next step."""
+        """From now on every attempt that loads the checkpoint of `step` fails before its next step."""
         (self.folder / "poison").write_text(f"{step} {way}")
 
     @property
@@ -57,7 +57,7 @@ class Trouble:
         return [each.step for each in acts_of(self.witness) if each.act == act]
 
     def loudly(self) -> str:
-        """What was said as an error or a warning."""
+        """Return the logged errors and warnings."""
         return "\n".join(each.getMessage() for each in self.said if each.levelno >= logging.WARNING)
 
 
@@ -72,7 +72,7 @@ class _Listening(logging.Handler):
 
 @contextmanager
 def listening(records: list[logging.LogRecord]) -> Iterator[None]:
-    """Take down what Prefect's loggers are told meanwhile."""
+    """Record what Prefect's loggers log within the block."""
     handler = _Listening(records)
     logging.getLogger("prefect").addHandler(handler)
     try:

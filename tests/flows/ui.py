@@ -1,4 +1,4 @@
-"""Somebody at the Prefect UI: what its buttons send, and what it shows."""
+"""A user of the Prefect UI: the requests that its buttons send, and the data that it shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def eventually(what: str, holds: Callable[[], object], patience: timedelta = tim
 
 
 class Ui:
-    """As the user interface of 3.8.8 posts it."""
+    """Sends the requests that the UI of Prefect 3.8.8 sends."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
         self._client = client
@@ -49,7 +49,7 @@ class Ui:
         assert self._client.set_flow_run_state(run, suspended, force=True).status is SetStateStatus.ACCEPT
 
     def form(self, run: UUID, *, but: str = "") -> tuple[Mapping[str, Any], str]:
-        """Wait for a form, and for another one than the page `but`; return its schema and its page."""
+        """Wait for a form other than the page `but`; return its schema and its page."""
         found: list[tuple[Mapping[str, Any], str]] = []
 
         def shown() -> bool:
@@ -86,7 +86,7 @@ class Ui:
 
     @contextmanager
     def restarting_crashed(self, within: timedelta) -> Iterator[None]:
-        """The automation that has a run that stays Crashed wait for a retry."""
+        """The automation that sets a run that stays Crashed to wait for a retry."""
         goes_on = ("Running", "AwaitingRetry", "Scheduled", "Completed", "Cancelled")
         trigger = EventTrigger(
             posture=Posture.Proactive,

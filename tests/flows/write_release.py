@@ -72,7 +72,7 @@ _PATIENCE = timedelta(minutes=5)
 
 
 class Release:
-    """A target as a release has written it, unpacked into `folder`, and what was known of each experiment on it."""
+    """A target as a release wrote it, unpacked into `folder`, and the facts of each experiment on it."""
 
     def __init__(self, written: Path, folder: Path) -> None:
         self.facts: Mapping[str, Any] = json.loads((written / "facts.json").read_text())
@@ -208,7 +208,7 @@ def tuned(target: pt.LocalTarget, experiment: str, **options: Any) -> pt.Results
 
 
 def write_searches(target: pt.LocalTarget) -> None:
-    """One for each kind of search and scheduler, whole as they end by themselves."""
+    """Write one completed search for each kind of search and scheduler."""
     asha = pt.ASHA(max_t=9, grace_period=1, reduction_factor=3)
     counted: dict[str, Any] = {"callbacks": ["tests.trainables.decay:StepCounter"], "retention": pt.Retention(last=2)}
     tuned(target, "asha", scheduler=asha, num_samples=6, stop={"step": 9}, **counted)
@@ -229,7 +229,7 @@ def trained(target: pt.LocalTarget, experiment: str, steps: int) -> None:
 
 
 def write_trainings(target: pt.LocalTarget) -> None:
-    """One trial each: with metadata, with checkpoints that were damaged, with checkpoints that were pruned."""
+    """Write experiments of one trial: with metadata, with damaged checkpoints, with pruned checkpoints."""
     for name in ("training", "damaged", "pruned"):
         trained(target, name, 6)
     checkpoint = load_results(target, "training").checkpoint("trial")
@@ -247,7 +247,7 @@ def write_trainings(target: pt.LocalTarget) -> None:
 
 
 def write_rare_events(target: pt.LocalTarget) -> None:
-    """A checkpoint of `pruned` is pinned, another one of `damaged` is whole again: written entry by entry."""
+    """Pin a checkpoint of `pruned`, and record one of `damaged` as intact again: written entry by entry."""
     with target.open(timeout=_PATIENCE) as store:
         state = journal.take_over(store, "pruned", OWNER, new_write_id(), side_by_side=map)
         (kept,) = state.trial("trial").checkpoints
@@ -273,7 +273,7 @@ def damage(target: pt.LocalTarget, experiment: str, which: int) -> None:
 
 
 def write_questions(target: pt.LocalTarget) -> None:
-    """What trials ask of persons, and a deletion that was given up: written entry by entry."""
+    """Write questions of trials to users, and a deletion that was given up: written entry by entry."""
     events: Sequence[Event] = [
         Described(settings={"metric": "loss", "mode": "min"}),
         TrialAdded(trial="t", config={"rate": 0.5}),
@@ -290,7 +290,7 @@ def write_questions(target: pt.LocalTarget) -> None:
 
 
 def write_stopped(target: pt.LocalTarget) -> None:
-    """A search that was asked to stop while it ran, and once more when it did not run any more."""
+    """Write a search that was asked to stop while it ran, and again when it no longer ran."""
     slow = {"rate": pt.grid_search([0.25, 0.5]), "first_attempt_step_seconds": 0.5}
     asking = threading.Thread(target=ask_when_trained, args=(target, "stopped", 2))
     asking.start()
@@ -307,7 +307,7 @@ def ask_when_trained(target: pt.LocalTarget, name: str, step: int) -> None:
 
 
 def write_killed(target: pt.LocalTarget, api_url: str) -> None:
-    """A search whose machine ended when both trials had a checkpoint of step 4; and what they were told."""
+    """A search that was killed when both trials had a checkpoint of step 4; and answers written to one of them."""
     command = [sys.executable, "-m", "tests.flows.write_release", "killed", target.path]
     environment = {**os.environ, "PREFECT_API_URL": api_url}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -365,7 +365,7 @@ def _classes_in(annotation: Any) -> frozenset[Any]:
     return frozenset({annotation}) if isinstance(annotation, type) else frozenset().union(*inner)
 
 
-def name_nobody() -> None:
+def anonymize_owner() -> None:
     """Have the journals name no real machine or person."""
     socket.gethostname = lambda: "machine"
     getpass.getuser = lambda: "ada"
@@ -375,7 +375,7 @@ def main() -> None:
     from prefect.settings import get_current_settings
     from prefect.testing.utilities import prefect_test_harness  # imports all of Prefect's server
 
-    name_nobody()
+    anonymize_owner()
     if sys.argv[1:2] == ["killed"]:
         search_to_be_killed(pt.LocalTarget(path=sys.argv[2]))
         return
@@ -389,10 +389,10 @@ def main() -> None:
         facts = {name: facts_of(target, name) for name in names}
         (folder / "facts.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
         with tarfile.open(folder / "target.tar.xz", "w:xz") as archive:
-            archive.add(target.path, ".", filter=_of_nobody)
+            archive.add(target.path, ".", filter=_without_owner)
 
 
-def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""
     return None if member.name.startswith("./.tmp") else member
 
