@@ -1,4 +1,4 @@
-"""Attempts that have outlived their search: the next one finds them, answers what they ask, and can stop them."""
+"""Attempts that outlive their search: the next owner finds them, answers their questions, and can stop them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attempt(target: LocalTarget) -> FarAttempt:
 
 
 def nothing() -> None:
-    """Let a moment pass."""
+    """Do nothing."""
 
 
 def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
@@ -96,7 +96,7 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
 
 
 class Exploiting(Scheduler):
-    """Has a trial exploit another at step 2."""
+    """A scheduler by which a trial exploits another one at step 2."""
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed

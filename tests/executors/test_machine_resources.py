@@ -1,4 +1,4 @@
-"""Which GPUs there are, by what CUDA and its driver say, without loading either."""
+"""The machine's GPUs by CUDA's variables and driver, without loading either, and its CPUs by affinity and quota."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts elsewhere, heard by their journals: what they ask is heard, and answered where they look."""
+"""Remote attempts: the search reads their questions from their journals, and writes its answers to the target."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def target(tmp_path: Path) -> LocalTarget:
 
 @pytest.fixture
 def executor(target: LocalTarget) -> RemoteExecutor:
-    """One attempt is under way in it, to be asked about at step 2."""
+    """An executor with one running attempt, whose milestone is step 2."""
     executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
     executor.start(plan_at(target), AttemptRequest(milestone=2), 1, absorbed=0)
     return executor
@@ -85,11 +85,11 @@ def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
 
 
 def nothing() -> None:
-    """Let a moment pass."""
+    """Do nothing."""
 
 
 class RunAgain:
-    """A worker has died, and its task runner has another one run the same task."""
+    """A worker has died, and the task runner runs the same task on another one."""
 
     attempt: FarAttempt
 

@@ -1,4 +1,4 @@
-"""What a trial elsewhere is told by way of the target, whatever the target does meanwhile."""
+"""The answers that a remote trial receives through the target, also while the target fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAVE = Leave(reason="enough", save=True, for_good=True)
 
 
 class Ends:
-    """Both ends of a line: what is said on the target, and what the trial hears."""
+    """Both ends of a link: the answers on the target, and those that the trial received."""
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target

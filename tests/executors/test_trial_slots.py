@@ -1,4 +1,4 @@
-"""What each trial has of a machine, and how Prefect's own limits hold for trials."""
+"""The CPUs and GPUs of each trial, and Prefect's concurrency limits applied to trials."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TENANT = "tests.trainables.tenant:Tenant"
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, as far as anybody can tell who does not use them."""
+    """Two GPUs, named by `CUDA_VISIBLE_DEVICES` only."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_had_is_said_before_anything_is_written(
 
 
 def limited(folder: Path, **options: Any) -> pt.Results:
-    """Two trials that want to train at once, and have one device that does not bear it."""
+    """Two concurrent trials on one device, which fails if both use it at once."""
     return tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
 
 

@@ -210,7 +210,7 @@ def _counted_writes(dies_at: Write | None) -> Iterator[int]:
 def _outcome(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     try:
         return call()
-    except BaseException as error:  # noqa: BLE001  the process's edge: whatever it was becomes its outcome
+    except BaseException as error:  # noqa: BLE001  the process's edge: any error becomes its outcome
         return {"error": type(error).__name__, "message": str(error)}
 
 

@@ -150,7 +150,7 @@ class _Keyboard(io.StringIO):
 
 
 def inquisitor(config: Mapping[str, Any]) -> None:
-    """A trainable that asks so many times before it trains on."""
+    """Ask `config["questions"]` questions before the first report."""
     for number in range(config["questions"]):
         pt.ask(f"Question {number}?", {"go_on": True})
     pt.report({"loss": 0.0})

@@ -152,7 +152,7 @@ def torn_journal(target: Path, trial: str) -> str:
 
 
 def unreadable_manifest(target: Path, trial: str) -> str:
-    """Return the path of a manifest that the store refuses to read."""
+    """Make the oldest manifest of the trial unreadable; return its folder."""
     path = min((target / TrialKey(experiment="small", trial=trial).checkpoints).glob("*/manifest.json"))
     path.unlink()
     path.symlink_to(path.name)

@@ -165,7 +165,7 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
 
 
 def died(api: Api) -> None:
-    """The newest run has ended before its attempt began."""
+    """Set the newest run to Crashed, before its attempt has begun."""
     list(api.runs.values())[-1].state = Crashed()
 
 

@@ -26,13 +26,13 @@ KINDS: Mapping[str, type[Document]] = {
 
 @pytest.fixture(scope="module", params=releases(), ids=lambda path: path.name)
 def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """The targets of earlier releases, for tests that only read."""
+    """The target of an earlier release, for tests that only read."""
     return Release(request.param, tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(params=releases(), ids=lambda path: path.name)
 def release(request: pytest.FixtureRequest, tmp_path: Path, prefect_server: str) -> Release:
-    """The targets of earlier releases, resumed by the current release."""
+    """The target of an earlier release, for tests that resume its experiments."""
     assert prefect_server
     return Release(request.param, tmp_path)
 

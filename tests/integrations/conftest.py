@@ -1,4 +1,4 @@
-"""Examples, run against the session's server, and modules that are trained in a pool."""
+"""Fixtures: examples that run against the session's server, and modules that are trained in a pool."""
 
 from __future__ import annotations
 

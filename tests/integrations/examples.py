@@ -1,4 +1,4 @@
-"""Run an example as a user does, kill its trials, and train the same without being disturbed."""
+"""Run an example as a user does, kill its trials, and compare them with undisturbed trainings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STRIKES = ROOT / "tests" / "integrations" / "strikes"
 
 @dataclass(frozen=True)
 class Struck:
-    """What became of an example whose trials were killed."""
+    """The result of an example whose trials were killed."""
 
     results: pt.Results
     witness: Sequence[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class Struck:
         ]
 
     def _next_start(self, trial: str, place: int) -> int | None:
-        """Where it resumed; None where the kill struck after a commit that ended it."""
+        """Return the step from which the trial resumed; None if it was killed after its last commit."""
         starts = (each["step"] for each in self.witness[place:] if (each["trial"], each["at"]) == (trial, "started"))
         return next(starts, None)
 
@@ -61,7 +61,7 @@ class Example:
         return ROOT / "examples" / self.file
 
     def struck(self, *, kills: int, seed: int, reach: int) -> Struck:
-        """Run it to its end; `kills` times the process of a trial dies at most `reach` steps after it started."""
+        """Run the example to its end; `kills` times a trial's process dies at most `reach` steps after its start."""
         strikes = self.folder / "strikes"
         strikes.mkdir()
         for number in range(kills):

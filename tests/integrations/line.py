@@ -1,4 +1,4 @@
-"""A module of Lightning's that can be taken to another process."""
+"""A Lightning module that can be pickled into another process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import prefect_tune as pt
 
 
 class Line(lightning.LightningModule):
-    """One weight; reports its loss by itself where it is told to."""
+    """One weight; reports its loss itself if its options say so."""
 
     def __init__(self, *, reports: bool) -> None:
         super().__init__()

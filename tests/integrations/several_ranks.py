@@ -1,4 +1,4 @@
-"""Trainables that ask their frameworks for two processes."""
+"""Trainables that train with two processes of their framework."""
 
 from __future__ import annotations
 

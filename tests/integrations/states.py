@@ -1,4 +1,4 @@
-"""Saved states as plain values, to be compared bit for bit."""
+"""Saved states as plain values, for bitwise comparison."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _TRIALS = 1000
 
 
 def trained(folder: Path, reuse: Reuse, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
-    """Train `_TRIALS` trials, two at a time; return what each reports."""
+    """Train `_TRIALS` trials, two at a time; return the metrics of each."""
     start = start_of(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
         update={"trainable": "tests.integrations.torch_trainable:train", "import_path": import_path()}
     )

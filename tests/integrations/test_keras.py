@@ -1,4 +1,4 @@
-"""Keras on PyTorch: exact after kills."""
+"""Keras on PyTorch: bitwise identical after kills."""
 
 from __future__ import annotations
 

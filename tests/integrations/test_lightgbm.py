@@ -1,4 +1,4 @@
-"""LightGBM: the very trees of an undisturbed training after kills, whatever the rounds draw."""
+"""LightGBM: the same trees as an undisturbed training after kills, for all sampling options."""
 
 from __future__ import annotations
 

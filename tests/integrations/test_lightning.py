@@ -1,4 +1,4 @@
-"""Lightning: exact after kills, in the middle of an epoch too."""
+"""Lightning: bitwise identical after kills, also in the middle of an epoch."""
 
 from __future__ import annotations
 

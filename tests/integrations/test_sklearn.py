@@ -1,4 +1,4 @@
-"""scikit-learn by `partial_fit`: exact after kills, and nothing is unpickled."""
+"""scikit-learn with `partial_fit`: bitwise identical after kills, and no checkpoint is unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch: exact after kills, in the middle of an epoch too; a checkpoint runs no code."""
+"""PyTorch: bitwise identical after kills, also in the middle of an epoch; a checkpoint runs no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: what it is after kills."""
+"""Hugging Face's Trainer: bitwise identical after kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XGBoost: the very trees of an undisturbed training after kills, whatever the rounds draw."""
+"""XGBoost: the same trees as an undisturbed training after kills, for all sampling options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainable whose module imports PyTorch: a step of a small network."""
+"""A trainable whose module imports PyTorch: each step trains a small network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.integrations.undisturbed EXAMPLE`: an example's trainings without the package around them.
+"""`python -m tests.integrations.undisturbed EXAMPLE`: train an example's trainable without flow, target and kills.
 
 It reads from its input, for each training, the configuration, the number of steps, and the directory for the state
 after the last of them. Nothing is saved before that, and nothing is restored.
@@ -20,7 +20,7 @@ from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver, ente
 
 @dataclass
 class Undisturbed:
-    """A session that only counts, and saves once."""
+    """A session that only counts steps, and saves once."""
 
     config: Mapping[str, object]
     steps: int

@@ -1,4 +1,4 @@
-"""What a call of a flow says of arguments that Prefect would refuse, before a server or a run is there."""
+"""Error messages for flow arguments that Prefect would refuse, before a server or a run exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefect_tune.prefect_api.argument_validation import require_valid
 GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "loss"}
 
 
-# What is wrong: the arguments that are; the line that says so.
+# The mistake: its arguments; the line of the error.
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mode", {"mode": "minimise"}, "mode: expected 'min' or 'max' or a list, found 'minimise'; did you mean 'min'?"),
     ("one mode", {"mode": ["min", "mx"]}, "mode[1]: expected 'min' or 'max', found 'mx'; did you mean 'max'?"),
@@ -153,7 +153,7 @@ def test_what_only_prefect_knows_the_length_of_is_measured_by_it() -> None:
 
 
 def test_what_is_small_is_not_measured_twice() -> None:
-    """Prefect's own way imports FastAPI, and a server's start would wait for it."""
+    """Prefect's own check imports FastAPI, which delays the start of a server."""
     code = """
 import sys
 import prefect_tune as pt

@@ -1,4 +1,4 @@
-"""The events of assets are those that Prefect emits itself."""
+"""The events of assets equal those that Prefect emits itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a flow does where no Prefect server is set up: it brings one, for as long as its process lives."""
+"""A flow without a configured Prefect server starts its own, for the lifetime of its process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(json.dumps({
 
 
 def without_server(home: Path, database: Path) -> dict[str, str]:
-    """Return the environment of somebody who has set up nothing; the database spares the test all migrations."""
+    """Return the environment of a user without settings; the database spares the test all migrations."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return given | {
         "PREFECT_HOME": str(home),
@@ -46,21 +46,21 @@ def without_server(home: Path, database: Path) -> dict[str, str]:
 
 
 def trained(database: Path) -> set[tuple[str, str]]:
-    """Return id and name of each task run that is recorded to have trained to its end."""
+    """Return id and name of each recorded task run that completed a training."""
     query = "select id, name from task_run where state_type = 'COMPLETED' and name like 'train %'"
     with closing(sqlite3.connect(database)) as reading:
         return set(reading.execute(query).fetchall())
 
 
 def heartbeats(database: Path) -> int:
-    """Return how many are recorded: they would have each flow end up to a second later."""
+    """Return the number of recorded heartbeats: with them, each flow would end up to a second later."""
     with closing(sqlite3.connect(database)) as reading:
         (count,) = reading.execute("select count(*) from events where event = 'prefect.flow-run.heartbeat'").fetchone()
     return int(count)
 
 
 def telemetry_sessions(database: Path) -> int:
-    """Return how many are recorded: a server that sends telemetry begins with one."""
+    """Return the number of recorded sessions: a server that sends telemetry begins with one."""
     with closing(sqlite3.connect(database)) as reading:
         (count,) = reading.execute("select count(*) from configuration where key = 'TELEMETRY_SESSION'").fetchone()
     return int(count)

@@ -1,4 +1,4 @@
-"""What stands before the application of a server of our own."""
+"""The ASGI middleware in front of the package's own Prefect server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_tune.prefect_api.local_server import RetryOn503Middleware, is_cut_s
 
 @dataclass
 class Moody:
-    """An application that is too busy for the first requests, and repeats what later ones say."""
+    """An application that is too busy for the first requests, and echoes the later ones."""
 
     refusals: int
     bodies: list[bytes] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Every promise of `ObjectStore`, as tests that each store's own test class inherits."""
+"""The contract of `ObjectStore`, as tests that each store's own test class inherits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores against a server that misbehaves: each failure gets its error, in time, and no lie becomes an absence."""
+"""Stores against a faulty server: each fault raises its error, in time, and no wrong reply looks like an absent object."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _acts(store: ObjectStore) -> dict[str, Callable[[], object]]:
 
 
 def _outcomes(store: ObjectStore) -> dict[str, BaseException | None]:
-    """Do everything at once, and return what each act raised."""
+    """Run all acts concurrently, and return the error of each."""
     acts = _acts(store)
     with ThreadPoolExecutor(len(acts)) as pool:
         calls = {name: pool.submit(act) for name, act in acts.items()}
@@ -117,7 +117,7 @@ def _furnish(chaos: ChaosS3) -> None:
 def _check_unavailable(outcomes: dict[str, BaseException | None], chaos: Fault) -> None:
     for act, error in outcomes.items():
         expected = (StoreUnavailable, CommitUnknown) if act == "create" else (StoreUnavailable,)
-        assert isinstance(error, expected), f"{act}: {chaos.name} was told as {error!r}"
+        assert isinstance(error, expected), f"{act}: {chaos.name} was reported as {error!r}"
 
 
 # --------------------------------------------------------------------------------------- what may pass
@@ -138,7 +138,7 @@ def test_what_does_not_pass_is_unavailable_in_time_and_never_absent(chaos: Chaos
 
 
 def _was_already_there(act: str, error: BaseException | None, kind: Fault) -> bool:
-    """A create that the server did before it failed meets its own object when it is tried again."""
+    """A create that the server carried out before it failed meets its own object at the retry."""
     return act == "create" and kind in (Fault.LOSE_REPLY, Fault.DONE_500) and isinstance(error, AlreadyExists)
 
 
@@ -211,7 +211,7 @@ def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
         assert [listed.path for listed in store.list("f", after="f/07")] == ["f/08", "f/09", "f/10"]
 
 
-@pytest.mark.xfail(reason="obstore believes a reply whose length is wrong; hashes and JSON tell one level up")
+@pytest.mark.xfail(reason="obstore believes a reply whose length is wrong; hashes and JSON detect it one level up")
 def test_half_a_range_that_is_called_the_whole_is_not_believed(chaos: ChaosS3) -> None:
     _furnish(chaos)
     chaos.always(Fault.SHORT_LENGTH, only=lambda request: request.method == "GET")
@@ -252,7 +252,7 @@ def _retried(act: Callable[[], object]) -> object:
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(3, 30))])
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
-    """A quarter of all requests fail, in every way that passes; retries end it, and nothing is ever wrong."""
+    """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""
     chaos.storm(seed, 0.25, [kind for kind in PASSING if kind not in (Fault.STALL, Fault.STALL_BODY)])
     with _obstore(chaos.endpoint, seconds=60, request_seconds=5) as store:
 
@@ -317,7 +317,7 @@ def test_an_isolated_client_tells_every_failure_as_it_is(chaos: ChaosS3, kind: F
     for act, error in outcomes.items():
         allowed: tuple[type[TuneError], ...] = (StoreRefused,) if kind in REFUSALS else (StoreUnavailable,)
         allowed += (CommitUnknown,) if act == "create" and kind not in REFUSALS else ()
-        assert isinstance(error, allowed), f"{act}: {kind.name} was told as {error!r}"
+        assert isinstance(error, allowed), f"{act}: {kind.name} was reported as {error!r}"
 
 
 @pytest.mark.parametrize("kind", [Fault.STORE_HALF, Fault.PRETEND], ids=lambda kind: kind.name)

@@ -1,4 +1,4 @@
-"""Modules that are written for a test, note each import, and are trained in a pool."""
+"""Modules that are written for one test, record each import, and are trained in a pool."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Module:
 
     @property
     def imports(self) -> list[int]:
-        """The processes that imported it."""
+        """Return the processes that imported the module."""
         return [int(line) for line in self._witness.read_text().split()] if self._witness.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""One pool of trial processes for the tests of a module, which then take milliseconds."""
+"""One pool of trial processes for all tests of a module, so that each attempt takes milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.trial_processes import Family, family, until
 
 @pytest.fixture(scope="module")
 def whole_family() -> Iterator[Family]:
-    """Every process that the tests of the module start."""
+    """All processes that the tests of the module start."""
     with family() as found:
         yield found
 
@@ -27,7 +27,7 @@ def one_pool(whole_family: Family, request: pytest.FixtureRequest) -> Iterator[T
 
 @pytest.fixture
 def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProcessPool]:
-    """The same one for many tests; none of them leaves a trial."""
+    """The module's pool; no test leaves a trial in it."""
     yield one_pool
     one_pool.dismiss()
     until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")

@@ -1,4 +1,4 @@
-"""Whatever ends the flow's main thread ends the trial first."""
+"""Any end of the flow's main thread ends the trial first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefect_tune.supervisor.cancel_and_suspend import interruptible
 
 
 class FlowTimedOut(TimeoutError):
-    """Prefect's is an Exception too, raised by a signal handler in the middle of whatever is waited for."""
+    """Like Prefect's: an Exception that a signal handler raises in the middle of any wait."""
 
 
 def _times_out(number: int, _frame: object) -> None:

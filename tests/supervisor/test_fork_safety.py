@@ -1,4 +1,4 @@
-"""Imports that are paid once: trials are forked from a process that has imported their trainable, if that is safe."""
+"""Imports once per search: trials are forked from a process that has imported their trainable, if that is safe."""
 
 from __future__ import annotations
 

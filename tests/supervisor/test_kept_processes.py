@@ -1,4 +1,4 @@
-"""Processes that serve trial after trial, that import ahead, and the pools of workers."""
+"""Processes that serve trial after trial and import ahead, and the pools of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps running when a step, or a trial, has ended: forks, threads, a cleanup that hangs."""
+"""Code that keeps running after a step or a trial: forks, threads, a cleanup that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of trials close what they open: Python says of each what is left open (`ResourceWarning`)."""
+"""The processes of trials close every file that they open: Python reports unclosed ones as `ResourceWarning`."""
 
 from __future__ import annotations
 

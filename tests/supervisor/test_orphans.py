@@ -1,4 +1,4 @@
-"""Nothing of a trial outlives it: whatever is killed, however its process was had, in whatever session it is."""
+"""No process of a trial outlives it, however the processes started, in any session, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.trial_processes import children_of, until
 
 
 def require_nothing_living(seen: Watched) -> None:
-    """Wait for it without helping."""
+    """Wait until no process lives, without killing any."""
     until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
 
 
@@ -73,7 +73,7 @@ def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way:
 def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_supervisor(tmp_path: Path) -> None:
     with watched(tmp_path, "search") as seen:
         subreaper = seen.ours.one("tune-subreaper")
-        os.kill(subreaper, signal.SIGSTOP)  # it has not got round to its work
+        os.kill(subreaper, signal.SIGSTOP)  # it has not started its work
         seen.kill("supervisor")
         time.sleep(0.3)
         os.kill(subreaper, signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_a_kill_of_the_fork_servers_group_leaves_the_subreaper(tmp_path: Path) -
 
 
 def test_with_both_killed_at_once_the_trial_dies_and_what_it_has_started_lives_on(tmp_path: Path) -> None:
-    """The limit, so that nothing relies on more."""
+    """Documents the limit of the guarantee."""
     with watched(tmp_path, "search") as seen:
         seen.kill("tune-forkserver", "tune-subreaper")
         until(lambda: seen.living() == seen.started, seconds=PATIENCE_SECONDS, what=lambda: "the end of the trial")

@@ -1,4 +1,4 @@
-"""Trainables with processes of their own: these behave as outside a trial, and nothing is left of them."""
+"""Trainables with child processes: these behave as outside a trial, and none outlives the trial."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.trainables import parallel
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())
-_SLOW_SECONDS = 100.0  # of a machine that is busy with other tests: some start many Pythons
+_SLOW_SECONDS = 100.0  # the machine may be busy with other tests; some start many Python processes
 _WAYS = [name for name in parallel.WAYS if name != "DataLoader"]
 
 Opened = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
@@ -50,21 +50,21 @@ Opened = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
 
 @contextmanager
 def searches() -> Iterator[Opened]:
-    """As `pt.tune` has processes."""
+    """Start trial processes as `pt.tune` does."""
     with TrialProcessPool(slots=len(_WAYS)) as pool:
         yield pool.process
 
 
 @contextmanager
 def trains_alone() -> Iterator[Opened]:
-    """As `pt.durable_trainable` has them."""
+    """Start trial processes as `pt.durable_trainable` does."""
     with TrialProcessPool(slots=0) as pool:
         yield pool.process
 
 
 @contextmanager
 def trains_elsewhere() -> Iterator[Opened]:
-    """As the workers of Dask and Ray have them, and the runs of deployments."""
+    """Start trial processes as workers of Dask and Ray do, and runs of deployments."""
     yield supervised_process
 
 
@@ -123,7 +123,7 @@ def test_a_fork_that_leaves_the_trainable_says_nothing_of_the_trials_end(
 
 
 def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
-    """Train with workers, end the trial; return the processes that reported, which are to be one."""
+    """Train with workers, end the trial; return the processes that reported: there must be one."""
     folder.mkdir()
     witness = folder / "witness"
     config = {"witness": str(witness), "way": way, "steps": 3 if ends == "by itself" else 10_000}
@@ -136,7 +136,7 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
 
 
 def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> FromTrial | None:
-    """Acknowledge its checkpoints until the trial is over; None where it is gone without a word."""
+    """Acknowledge checkpoints until the trial ends; return its last message, None if it died without one."""
     until = time.monotonic() + _SLOW_SECONDS
     while time.monotonic() < until:
         try:
@@ -165,14 +165,14 @@ def _end(ends: str, channel: TrialChannel, witness: Path) -> None:
 
 
 def left_in_shared_memory(pids: list[int], folder: Path) -> list[str]:
-    """What is named after these processes, or by them."""
+    """Return the files in shared memory that are named after these processes, or that they named."""
     names = [path.read_text() for path in folder.rglob("*.shared")]
     mine = re.compile("|".join([rf"\b({'|'.join(map(str, pids))})\b", *map(re.escape, names)]).replace("_", "[_-]"))
     return [entry.name for entry in Path("/dev/shm").iterdir() if mine.search(entry.name.replace("_", "-"))]
 
 
 def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, ways: list[str]) -> None:
-    """Train each way, side by side; when the trials are over nothing is left, be it waited for or not."""
+    """Train each way, side by side; require that no process is left once the trials have ended."""
     with ThreadPoolExecutor(4) as threads:
         work = partial(trained, opened)
         pids = [pid for each in threads.map(lambda way: work(folder / way, ends, way), ways) for pid in each]

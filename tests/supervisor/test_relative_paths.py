@@ -1,4 +1,4 @@
-"""A relative path means what it means where it is handed over, whatever directory anybody stands in later."""
+"""A relative path is resolved where it is passed, whatever the working directory is later."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
     monkeypatch.setattr(TargetSyncer, "_opened", opened_elsewhere)
     syncer.sync_up("artifacts", str(tmp_path / "remote"))
     syncer.wait()
-    syncer.sync_down(str(tmp_path / "remote"), "back")  # asked for in "other" by now
+    syncer.sync_down(str(tmp_path / "remote"), "back")  # now resolved in "other"
     syncer.wait()
     assert (tmp_path / "other" / "back" / "log").read_text() == "meant"
     syncer.close()

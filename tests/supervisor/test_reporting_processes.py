@@ -1,4 +1,4 @@
-"""Reports of threads are taken one after another; reports of other processes than the trial's own are refused."""
+"""Reports of several threads are taken one by one; reports from any process but the trial's own are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainable writes to its channel by mistake ends the attempt as its own error, in a message of bounded size."""
+"""Bytes that a trainable writes to its channel by mistake fail the attempt as its own error, in a bounded message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subreaper looks after one trial's process after the other, and nothing of one is left to the next."""
+"""A subreaper serves one trial's process after another; no orphan of one trial is left to the next."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_trials_that_follow_each_other_as_a_subreaper_leaves_all_have_one(tmp_pa
 
 @contextmanager
 def a_process_whose_name_is_no_text() -> Iterator[None]:
-    """As Linux makes them: it cuts a name to 15 bytes, be it in the middle of a character."""
+    """As Linux makes them: it cuts a name to 15 bytes, even in the middle of a character."""
     context = multiprocessing.get_context("fork")
     named = context.Event()
 

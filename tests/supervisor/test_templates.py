@@ -1,4 +1,4 @@
-"""What is killed of the processes that import a trainable and fork its trials, and what comes back."""
+"""Fork servers, the processes that import a trainable and fork its trials: kills, and their recovery."""
 
 from __future__ import annotations
 

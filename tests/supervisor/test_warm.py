@@ -1,4 +1,4 @@
-"""Processes that serve trial after trial: which do, what goes from one to the next, and what does not."""
+"""Processes that serve trial after trial: which trainables allow it, and which state passes from one to the next."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SLOTS = 2
 
 @pytest.fixture
 def ours(whole_family: Family) -> Family:
-    """Every process that these tests have started."""
+    """All processes that these tests have started."""
     return whole_family
 
 
@@ -60,7 +60,7 @@ Trained = Callable[..., Mapping[str, Any]]
 
 @pytest.fixture
 def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
-    """Train a step of a trial; return what it reports."""
+    """Train a step of a trial; return its metrics."""
 
     def train(
         x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
@@ -239,7 +239,7 @@ def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(pool: Tr
     assert (found["pid"], found["count"]) == (pid, 3)
 
 
-# ------------------------------------------------------------------------------------------------ who may be killed
+# --------------------------------------------------------------------------------------------------- kills of processes
 
 
 @pytest.mark.parametrize("when", ["as it waits", "as it is reset"])

@@ -1,4 +1,4 @@
-"""What a form or a terminal asks in the words of a journal: others may have written it."""
+"""Forms and terminal questions with texts from a journal that other users may have written."""
 
 from __future__ import annotations
 

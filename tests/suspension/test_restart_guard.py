@@ -1,4 +1,4 @@
-"""Whether a run that was started again may take its experiment over."""
+"""Whether a restarted run may take over its experiment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _known(flow_run_id: str, restarts: int) -> Experiment:
 
 
 def _run_from(*states: State[Any], restarts: int) -> Owner:
-    """Start a run that has had these states."""
+    """Start a run whose state history is this."""
     with get_client(sync_client=True) as client:
         made = client.create_flow_run(owning, parameters={"before": None, "restarts": restarts})
         for state in states:
@@ -104,10 +104,10 @@ def test_a_scheduled_run_does_not_take_an_experiment_from_the_living(states: lis
         ended = client.read_flow_run(made.id).state
     assert ended is not None
     assert (ended.type, ended.name) == (StateType.CANCELLED, "Skipped")
-    assert owning(str(last), 0).flow_run != str(last)  # whoever is no schedule has their reasons
+    assert owning(str(last), 0).flow_run != str(last)  # only scheduled runs are refused
 
 
 @pytest.mark.parametrize("states", [[Running(), Crashed()], [Running(), Completed()]], ids=["crashed", "completed"])
 def test_a_scheduled_run_goes_on_where_the_last_one_has_ended(states: list[State[Any]]) -> None:
     assert owning(str(_last_run(*states)), 0, scheduled=True).by_hand is False
-    assert owning(str(uuid4()), 0, scheduled=True).by_hand is False  # nobody knows that run any more
+    assert owning(str(uuid4()), 0, scheduled=True).by_hand is False  # the server no longer has that run

@@ -1,4 +1,4 @@
-"""How old a view is, in words and as JSON; its clock is that of the reader."""
+"""The age of a view, in words and as JSON, by the reader's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for an error that several trials have in common."""
+"""One line for an error that several trials share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as people read them."""
+"""Ranges of steps in short form."""
 
 from __future__ import annotations
 

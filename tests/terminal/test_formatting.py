@@ -1,4 +1,4 @@
-"""What is printed of what lies on a target."""
+"""Printed text that comes from a target."""
 
 from __future__ import annotations
 

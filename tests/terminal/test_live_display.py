@@ -1,4 +1,4 @@
-"""A table in a real (pseudo) terminal, and everything that can happen to one."""
+"""A live table in a real pseudo terminal: resizes, crashes, a slow reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Terminal:
         self._reader = threading.Thread(target=self._read, daemon=True)
 
     def read(self) -> None:
-        """Have somebody look at it; until then it takes no more than its buffer holds."""
+        """Start to read the output; until then the terminal accepts only what its buffer holds."""
         self._reader.start()
 
     def _read(self) -> None:
@@ -55,7 +55,7 @@ class Terminal:
         with contextlib.suppress(OSError):
             self.stream.close()
         if self._reader.is_alive():
-            self._reader.join()  # or else it would read on, from whoever is given the number next
+            self._reader.join()  # or it would read from the next file with this descriptor number
         if self._master >= 0:
             os.close(self._master)
 
@@ -90,7 +90,7 @@ def test_the_table_stands_there_and_is_gone_afterwards(terminal: Terminal, broke
     terminal.read()
     with live_display(table, broken.append, terminal.stream):
         wait_for(lambda: "a table of 80 x 24" in terminal.shown)
-        assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # whoever dies has a cursor
+        assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is visible again after a crash
     wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
     assert broken == []
 
@@ -121,7 +121,7 @@ def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhi
     terminal.read()
     handler: Any = logging.StreamHandler(terminal.stream)
     handler.console = Console(file=terminal.stream)  # as Prefect's has
-    logger = logging.getLogger("told by tasks")
+    logger = logging.getLogger("used by tasks")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:

@@ -1,4 +1,4 @@
-"""What is known of a running search at a glance."""
+"""The progress of a running search: counts, best trial, time left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
 class Search:
-    """Tells a tracker what happens, as a driver does."""
+    """Sends events to a tracker, as a driver does."""
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet("e")

@@ -1,4 +1,4 @@
-"""The training that a promotion search has left is what its scheduler then asks for."""
+"""The estimated training left in a promotion search equals what its scheduler then requests."""
 
 from __future__ import annotations
 

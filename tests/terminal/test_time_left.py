@@ -1,4 +1,4 @@
-"""The estimate of the time left equals the time that a simulated search then takes."""
+"""The estimated time left equals the time that a simulated search then takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainable and a callback that the experiments in `tests/data/written_by_*` name: they have to stay here."""
+"""A trainable and a callback that the experiments in `tests/data/written_by_*` name: they must stay here."""
 
 from __future__ import annotations
 

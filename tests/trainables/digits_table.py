@@ -1,4 +1,4 @@
-"""A training that was done once: each step reads the next epoch of a recorded learning curve."""
+"""A replayed training: each step reads the next epoch of a recorded learning curve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def curves() -> list[list[float]]:
 
 
 class DigitsTable(pt.Trainable):
-    """`config["row"]` says whose curve."""
+    """Replays the learning curve of row `config["row"]`."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Trainables that do something wrong, each in its own way; `touch` tells whether a step was ever trained."""
+"""Trainables with one defect each; the file that `touch` makes shows whether a step was ever trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class NoStep:
 
 
 class Plain:
-    """Not one either."""
+    """Not a trainable either."""
 
     def step(self) -> Mapping[str, object]:
         return {"loss": 1.0}
 
 
 class Stepless(pt.Trainable):
-    """Written for something else."""
+    """Written for another interface."""
 
     def _train(self) -> Mapping[str, object]:
         return {"loss": 1.0}

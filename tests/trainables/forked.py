@@ -1,4 +1,4 @@
-"""Trainables that look around in their process, end it in every way, and leave others behind."""
+"""Trainables that inspect their process, end it in every way, and leave child processes behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metrics = Mapping[str, Any]
 
 
 def looks_around(config: Config) -> Metrics:
-    """Reports what it finds."""
+    """Report the state of the process."""
     return {
         "pid": os.getpid(),
         "session": os.getsid(0),
@@ -60,7 +60,7 @@ def dies(config: Config) -> None:
 
 
 def waits(config: Config) -> Metrics:
-    """Says so, then trains until the file `config["gate"]` is there."""
+    """Record its begin, then train until the file `config["gate"]` exists."""
     record_act(config["witness"], "begin", 1)
     hold(config["gate"])
     return {"pid": os.getpid()}
@@ -94,7 +94,7 @@ def daemonizes(config: Config) -> Metrics:
 
 
 class Resettable(pt.Trainable):
-    """Becomes any trial but those whose config says `"declines": True`; tells the witness what is called."""
+    """Becomes any trial but those whose config says `"declines": True`; records its calls in the witness."""
 
     def setup(self, config: Config) -> None:
         self._begin("setup", config)
@@ -169,4 +169,4 @@ class Resettable(pt.Trainable):
 
 
 class AnotherKind(Resettable):
-    """The same, by another name."""
+    """Another class with the same behaviour."""

@@ -1,4 +1,4 @@
-"""A trainable that raises in some configurations, and lasts as long as the test wants."""
+"""A trainable that raises in some configurations, and trains until the test opens its gate."""
 
 from __future__ import annotations
 

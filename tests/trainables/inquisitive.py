@@ -1,4 +1,4 @@
-"""A trainable that asks a person on its way."""
+"""A trainable that asks the user a question during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainables of which something keeps running: a fork that exits, a thread that reports, an endless cleanup, a pipe."""
+"""Trainables with code that keeps running: a fork that exits, a thread that reports, an endless cleanup, a pipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Stateless(pt.Trainable):
 
 
 class ForksInAStep(_Stateless):
-    """Each step has a child that leaves by `sys.exit`; cleanup tells the witness which process it is called in."""
+    """Each step has a child that leaves by `sys.exit`; cleanup records the process that it is called in."""
 
     def reset_config(self, config: Config) -> bool:
         del config
@@ -52,7 +52,7 @@ class ForksInAStep(_Stateless):
 
 
 class LateThread(_Stateless):
-    """The first trial starts a thread that reports in the step of the second; that one says what became of it."""
+    """The first trial starts a thread that reports in the step of the second; the second reports its result."""
 
     def setup(self, config: Config) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class LateThread(_Stateless):
         self.go.wait()
         try:
             pt.report({"loss": 666.0})
-        except Exception as error:  # noqa: BLE001  whatever it is, the test is told
+        except Exception as error:  # noqa: BLE001  any error is reported to the test
             self.became = f"{type(error).__name__}: {error}"
 
 
@@ -85,6 +85,6 @@ class NeverCleansUp(_Stateless):
 
 
 def reports_a_pipe(config: Config) -> None:
-    """Its checkpoint holds a named pipe that nobody writes to."""
+    """Its checkpoint holds a named pipe without a writer."""
     os.mkfifo(Path(config["directory"], "pipe"))
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(config["directory"]))

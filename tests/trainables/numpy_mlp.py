@@ -1,4 +1,4 @@
-"""A real network, trained by SGD with momentum on shuffled batches; each next step depends on everything before."""
+"""A real network, trained by SGD with momentum on shuffled batches; each step depends on all earlier ones."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Mlp:
 class NumpyMlp(pt.Trainable):
     """The class API.
 
-    `config["witness"]` names the file in which it tells the test what it did; at the step
+    `config["witness"]` names the file in which it records its acts for the test; at the step
     `config["gate_step"]` it waits for the file `config["gate"]`.
     """
 

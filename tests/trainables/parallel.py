@@ -1,4 +1,4 @@
-"""Trainables that compute in processes of their own, by each of the usual ways, and report a step once those work."""
+"""Trainables that compute in child processes, by each common library, and report a step once the workers run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Open = Callable[[Config], Any]
 
 
 def trains(config: Config) -> None:
-    """Report steps while workers are busy, as `config["way"]` has them; end after `config["steps"]`, or when told."""
+    """Report steps while workers of kind `config["way"]` are busy; end after `config["steps"]`, or when stopped."""
     with WAYS[config["way"]](config):
         for step in range(int(config["steps"])):
             with TemporaryDirectory() as directory:
@@ -39,7 +39,7 @@ def trains(config: Config) -> None:
 
 
 def busy(witness: str, seconds: float = 600) -> None:
-    """Say so, and compute: a worker that nobody waits for."""
+    """Record an act, and compute: a worker without an end."""
     record_act(witness, "worker", 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -76,7 +76,7 @@ def _executor(config: Config) -> Iterator[None]:
 def _loky(config: Config) -> Iterator[None]:
     """Workers that are kept, with a file in shared memory: joblib's defaults."""
     import numpy as np
-    from joblib import Parallel, delayed  # type: ignore[import-untyped]  # it has no types of its own
+    from joblib import Parallel, delayed  # type: ignore[import-untyped]  # the package has no types
 
     big = np.zeros(1 << 18)
     with Parallel(n_jobs=2) as parallel:
@@ -102,7 +102,7 @@ def _subprocess(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _daemon(config: Config) -> Iterator[None]:
-    """Twice forked, in a session of its own; nobody ends it."""
+    """A worker that is forked twice, in a session of its own, and never ended."""
     script = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
     subprocess.run([sys.executable, "-S", "-c", script], check=True)
     record_act(config["witness"], "worker", 0)

@@ -1,4 +1,4 @@
-"""A trainable that continues when a file is there."""
+"""A trainable that continues once a file exists."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @contextmanager
 def _pool(context: Any) -> Iterator[Any]:
-    """Have one child; it is told to leave, and is not ended by a signal."""
+    """A pool of one child, which ends by a message, not by a signal."""
     pool = context.Pool(1)
     yield pool
     pool.close()
@@ -70,7 +70,7 @@ def waits_in_a_thread(_config: Config) -> None:
 
 
 def leaves_it_to_a_thread(config: Config) -> None:
-    """A thread reports; the trainable itself never looks whether it still does."""
+    """A thread reports; the trainable itself never checks whether it still runs."""
     import prefect_tune.runtime.session
 
     prefect_tune.runtime.session._RETURN_WITHIN = timedelta(seconds=0.2)  # a test need not wait for 20 s
@@ -111,7 +111,7 @@ _CALLS: Mapping[str, Callable[[], None]] = {
 
 
 def reports_from_a_child(config: Config) -> Config:
-    """Call `config["call"]` in a child, forked or spawned, while a thread reports without end; tell what it raised."""
+    """Call `config["call"]` in a child, forked or spawned, while a thread reports without end; report its error."""
     done = threading.Event()
 
     def work() -> None:
@@ -148,7 +148,7 @@ def looks_from_a_child(_config: Config) -> Config:
 
 
 def a_child_comes_out(config: Config) -> Config:
-    """Fork; the child leaves the trainable in the way that `config["how"]` says, and the parent tells its exit code."""
+    """Fork; the child leaves the trainable as `config["how"]` says; the parent reports its exit code."""
     pt.report({"loss": 1.0})
     if (child := os.fork()) == 0:
         match config["how"]:
@@ -168,7 +168,7 @@ def _sockets(_: int = 0) -> list[str]:
 
 
 def shows_sockets(_config: Config) -> Config:
-    """Tell which sockets this process has, and of those a forked child and a program that inherits what it can."""
+    """Report the sockets of this process, and which of them a forked child and a started program inherit."""
     here = _sockets()
     with _pool(_FORK) as pool:
         forked = pool.map(_sockets, [0])[0]
@@ -181,7 +181,7 @@ def shows_sockets(_config: Config) -> Config:
 
 
 def reports_from_a_started_program(config: Config) -> Config:
-    """Start `config["arguments"]`, or this program again; tell what it said, or what starting it raised."""
+    """Start `config["arguments"]`, or this program again; report its output, or the error of starting it."""
     again = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # it was run by -m
     try:
         done = subprocess.run(
@@ -201,7 +201,7 @@ def _with(config: Config) -> dict[str, str]:
 
 
 def talks_out_of_turn(config: Config) -> None:
-    """Write `config["bytes"]` to each socket of this process, as code does that mistakes a descriptor's number."""
+    """Write `config["bytes"]` to each socket of this process, as code with a wrong descriptor number does."""
     pt.report({"loss": 1.0})
     for entry in Path("/proc/self/fd").iterdir():
         if entry.is_symlink() and str(entry.readlink()).startswith("socket:"):

@@ -1,4 +1,4 @@
-"""A trainable that says which devices it was given, and fails where somebody else is on them."""
+"""A trainable that reports its devices, and fails if another process uses them."""
 
 from __future__ import annotations
 

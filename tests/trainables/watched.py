@@ -1,4 +1,4 @@
-"""A trainable whose search is good to look at, and that takes its time while somebody looks."""
+"""A trainable for searches that are watched in the UI: a plausible curve, and slow steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.trainables.witness import hold
 
 
 class Descent(Counting):
-    """Goes downhill: fastest where `rate` is 0.1, and to a lower end the larger `width` is.
+    """A falling loss: fastest where `rate` is 0.1; the larger `width`, the lower its end.
 
     From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` is there. Where
     `rate` is above `config["breaks_above"]` step 2 raises, until the file `config["mended"]` is there.

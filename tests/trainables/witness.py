@@ -1,4 +1,4 @@
-"""What a trainable did, told to the test by way of a local file that no protocol is part of."""
+"""The acts of a trainable, recorded for the test in a local file that is independent of the package's protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Act:
 
 
 def record_act(path: object, act: str, step: int) -> None:
-    """Append a line in one write; what was told before a kill stays told."""
+    """Append a line in one write; lines written before a kill stay."""
     if not path:
         return
     descriptor = os.open(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
@@ -37,7 +37,7 @@ def hold(gate: object, *, seconds: float = 60) -> None:
 
 
 def acts_of(path: Path) -> Sequence[Act]:
-    """Return every whole line so far."""
+    """Return the acts of all whole lines so far."""
     if not path.exists():
         return ()
     lines = path.read_text().split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""What settings choose to be run, imported or opened."""
+"""The settings that name code, files or commands to run, import or open."""
 
 from __future__ import annotations
 

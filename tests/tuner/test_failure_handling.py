@@ -1,4 +1,4 @@
-"""How many attempts may be lost before a trial is given up."""
+"""The number of lost attempts after which a trial is given up."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Losses(SearchObserver):
 
 
 class Court:
-    """One trial whose attempts are lost, and who judges that."""
+    """One trial whose attempts are lost, with its failure handler."""
 
     def __init__(self) -> None:
         objective = Objective(metrics=("loss",), modes=("min",))
@@ -78,7 +78,7 @@ class Court:
         self.error: BaseException | None = None
 
     def loses_an_attempt(self, *, saves: bool = False) -> Phase:
-        """Return how the trial is when an attempt has vanished, and the next one was begun if it is to."""
+        """Lose an attempt, start the next one if the handler retries; return the trial."""
         state = self.page.state.trial(_TRIAL)
         start = newest_checkpoint(state)
         self.page.put(
@@ -99,7 +99,7 @@ class Court:
         return self.page.state.trial(_TRIAL).phase
 
     def spends_machine_budget(self, last: str) -> None:
-        """Lose two attempts by the judge, and one more that ended with the message `last`."""
+        """Lose two attempts by the failure handler, and one more that ended with the message `last`."""
         for _ in range(2):
             self.loses_an_attempt()
         state = self.page.state.trial(_TRIAL)

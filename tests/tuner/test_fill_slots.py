@@ -14,7 +14,7 @@ _AT_ONCE = 8
 
 
 class _Watched(Troupe):
-    """Notes how many attempts start before each poll, and how long that poll may wait."""
+    """Records how many attempts start before each poll, and how long that poll may wait."""
 
     def __init__(self) -> None:
         super().__init__(steps=1)

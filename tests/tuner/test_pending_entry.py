@@ -1,4 +1,4 @@
-"""When the next entry of an experiment's journal is written, and what has to wait for it."""
+"""When the next entry of an experiment's journal is written, and which actions wait for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def written() -> Written:
 
 @pytest.fixture
 def page(written: Written) -> PendingEntry:
-    """The page of an experiment with one trial, that nobody has written anything of for a moment."""
+    """The pending entry of an experiment with one trial, with no write for a while."""
     opened = Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1))
     journal_writer = JournalWriter(
         LocalTarget(path="/nowhere"), nothing_yet("e"), written, lambda _events, _state: None

@@ -1,4 +1,4 @@
-"""A decision that is in the journal, and that whoever ran the trial died before doing, stands."""
+"""A journaled decision about a trial still holds if the search died before it acted on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search that was taken over, and has not noticed yet, takes no trial back from its new owner."""
+"""A superseded search that has not noticed it yet takes no trial back from the new owner."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Search:
         self.merger = TrialJournalMerger(self.page, policy, self.journal_writer)
 
     def starts_attempt(self, number: int) -> Experiment:
-        """Have one begin, as whoever carries out this search's orders."""
+        """Start an attempt, as this search's executor would."""
 
         def first(found: Experiment) -> list[Adopted | TrialAdded]:
             return [] if found.trials else [Adopted(), TrialAdded(trial=TRIAL, config={})]
@@ -74,7 +74,7 @@ def openings(target: LocalTarget, key: JournalKey) -> int:
 
 
 def test_an_attempt_of_the_new_owner_goes_on_whatever_the_old_one_takes_its_own_for(target: LocalTarget) -> None:
-    """The old one's supervisor was superseded, and the old one, which writes seldom, is about to clear up after it."""
+    """The old owner's supervisor was superseded; the old owner, which writes seldom, is about to clean up after it."""
     old = Search(target)
     old.starts_attempt(1)
     new = Search(target)
@@ -96,7 +96,7 @@ def test_an_owner_settles_what_earlier_owners_left(target: LocalTarget) -> None:
 
 
 class TakenOver(Troupe):
-    """Its attempts are lost: with the first one, somebody else opens the experiment."""
+    """An executor whose attempts are lost: with the first one, another owner opens the experiment."""
 
     def __init__(self, target: LocalTarget) -> None:
         super().__init__(9)
@@ -105,7 +105,7 @@ class TakenOver(Troupe):
     def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
-            with self._target.open(timeout=_MINUTE) as store:  # somebody passes by, and takes nothing over
+            with self._target.open(timeout=_MINUTE) as store:  # another process opens the target only
                 gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
                 append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
@@ -121,14 +121,14 @@ def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_s
 
 
 class Unlucky(Troupe):
-    """Its first attempt is lost to somebody who runs the trial alone."""
+    """An executor whose first attempt is superseded by a run of the trial alone."""
 
     def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
             self._inbox.clear()
             self._saved.clear()
-            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("somebody has opened the trial's journal")))
+            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("another owner has opened the trial's journal")))
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:

@@ -1,4 +1,4 @@
-"""A search as an experiment drives it: three trials at a time that end out of order, and a history to resume from."""
+"""A simulated search: three concurrent trials that end out of order, and a history to resume from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT_ONCE = 3
 
 @dataclass
 class Experiment:
-    """What was told to a search, and by that what a resume tells the next one."""
+    """The calls of a search so far, which a resume repeats on the next one."""
 
     search: Search
     space: Mapping[str, object]
@@ -32,7 +32,7 @@ class Experiment:
     running: list[int] = field(default_factory=list)
 
     def run(self, count: int, *, sittings: int = 1) -> list[Config]:
-        """Propose so many trials, dying and resuming in between."""
+        """Propose so many trials, with kills and resumes in between."""
         for _ in range(sittings):
             proposals = self.resumed()
             for _ in range(count // sittings):
@@ -41,7 +41,7 @@ class Experiment:
         return self.configs
 
     def resumed(self) -> Proposals:
-        """Begin anew, and tell what the journal kept: JSON, with its keys in another order."""
+        """Begin a new search, and repeat the journal's calls: from JSON, with its keys in another order."""
         proposals = self.search.begin(_turned(self.space), self.objective, SEED)
         for act, arguments in self.events:
             _tell(proposals, act, arguments)
@@ -76,7 +76,7 @@ class Experiment:
 
 
 def metrics(config: Config, step: int = 1) -> dict[str, object]:
-    """What a trial reports: good near the middle of every number, and for the first of each option."""
+    """The metrics of a trial: best near the middle of every range, and for the first of all options."""
     loss = sum(_distance(value) for value in _values(config)) / step
     return {"loss": loss, "score": -abs(loss - 1), "size": loss - 0.5}
 
@@ -102,7 +102,7 @@ def _distance(value: object) -> float:
 
 
 def _turned(node: object) -> Any:
-    """The space with its keys the other way round."""
+    """Return the space with its keys in reverse order."""
     if isinstance(node, dict):
         return {key: _turned(node[key]) for key in reversed(node)}
     if isinstance(node, Choice):

@@ -1,4 +1,4 @@
-"""Samplers by their names, as a form, a deployment and a command line say them."""
+"""Samplers by name, as forms, deployments and the command line pass them."""
 
 from __future__ import annotations
 

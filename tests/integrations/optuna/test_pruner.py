@@ -1,4 +1,4 @@
-"""A pruner decides here what it decides in Optuna, and after a resume what it would have decided."""
+"""Pruners decide as in Optuna itself; a resumed search makes the decisions that an uninterrupted one would make."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PRUNERS: dict[str, Callable[[], pruners.BasePruner]] = {
 
 
 def accuracy(trial: int, step: int) -> float:
-    """A learning curve with noise, of trials that are better or worse."""
+    """A learning curve with noise; trials differ in quality."""
     chance = random.Random(f"{trial}")
     best = chance.random()
     return best * (1 - 0.8**step) + random.Random(f"{trial} {step}").uniform(-0.05, 0.05)
@@ -45,7 +45,7 @@ def accuracy(trial: int, step: int) -> float:
 
 @dataclass
 class RecordedSchedule:
-    """A schedule, and all that it was told: a resume tells the next one the same."""
+    """A schedule with a record of its calls, which a resume repeats on the next one."""
 
     pruner: pruners.BasePruner
     objective: Objective = ACCURACY
@@ -71,7 +71,7 @@ class RecordedSchedule:
 
 
 def stopped_at(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
-    """Train a trial to its end, and yield the steps at which it is told to stop."""
+    """Train a trial to its end, and yield the steps at which the schedule stops it."""
     step = 0
     while (asked := recorded.schedule.milestone(f"{trial}", step)) is not None and asked <= STEPS:
         assert asked > step

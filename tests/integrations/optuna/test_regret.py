@@ -1,4 +1,4 @@
-"""How close TPE comes to the least value in a hundred trials."""
+"""The regret of TPE after a hundred trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""40 seeded trials are 20 + 20 are 8 times 5: for every sampler, where Optuna itself differs."""
+"""40 seeded trials equal 20 + 20 and 8 times 5: for every sampler, also where Optuna itself differs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONDITIONAL = {
 
 
 class RunningSampler(samplers.BaseSampler):
-    """Somebody's own: chance of three kinds, a note at the study, and a memory that lasts as long as it does."""
+    """A user's sampler: three random generators, an attribute of the study, and state in memory."""
 
     def __init__(self) -> None:
         self.chances: list[Any] = [random.Random(), np.random.default_rng(), np.random.RandomState()]

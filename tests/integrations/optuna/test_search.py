@@ -1,4 +1,4 @@
-"""What a sampler is told, what it is asked, and what becomes of that."""
+"""The calls that an Optuna sampler receives from a search, and the use of its suggestions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SPACE = {"x": uniform(0, 1)}
 
 
 class Witness(samplers.RandomSampler):
-    """Notes down what Optuna shows it, each time it is asked."""
+    """Records the trials that Optuna shows it at each call."""
 
     seen: list[list[FrozenTrial]] = []  # noqa: RUF012 - of the class: each use gets a fresh copy
 
@@ -80,7 +80,7 @@ def shown_last(proposals: Proposals, number: int) -> list[FrozenTrial]:
     return Witness.seen[-1]
 
 
-# ------------------------------------------------------------------------------------------------- what it is told
+# --------------------------------------------------------------------------------------- the calls that it receives
 
 
 def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None:
@@ -255,7 +255,7 @@ def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> 
 
 
 def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, ...]]:
-    """Propose until there is no more, with three trials running."""
+    """Propose until the search is exhausted, with three trials running."""
     found: Counter[tuple[object, ...]] = Counter()
     for number in range(first, 1000):
         suggestion = proposals.suggest(number)

@@ -1,4 +1,4 @@
-"""On the PYTHONPATH of an example, this ends its trials by SIGKILL, as it is told; the example knows nothing of it.
+"""On the PYTHONPATH of an example, this kills its trials by SIGKILL; the example itself is unchanged.
 
 Each trial's process draws a step, and a moment in it: before the step is reported, when its state has been written, or
 after it was reported. There it dies, as long as there are strikes left in the folder.
@@ -17,7 +17,7 @@ _FOLDER = os.environ.get("PREFECT_TUNE_TEST_STRIKES")
 
 
 class _Striker:
-    """One process's draw."""
+    """The step and the moment at which this process dies."""
 
     def __init__(self, session: Any) -> None:
         info = session.info()

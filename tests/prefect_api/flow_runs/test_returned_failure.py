@@ -1,4 +1,4 @@
-"""A flow that ends by an error of ours: it fails, and is retried if it has retries."""
+"""A flow that ends by an error of this package: it fails, and is retried if it has retries."""
 
 from __future__ import annotations
 

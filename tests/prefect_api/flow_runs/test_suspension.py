@@ -1,4 +1,4 @@
-"""What the package needs of Prefect's *Suspend*, and what it says where that is gone."""
+"""The parts of Prefect's *Suspend* that the package needs, and its error where they are missing."""
 
 from __future__ import annotations
 

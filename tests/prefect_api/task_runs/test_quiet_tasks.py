@@ -1,4 +1,4 @@
-"""What Prefect logs about the ends of tasks, and what is left of it."""
+"""The log lines of Prefect about the ends of tasks, and which of them are dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inner(name: str) -> State[Any]:
 
 
 def ends_of(records: list[logging.LogRecord], name: str) -> list[str]:
-    """What Prefect said of the end of the task of this name."""
+    """Return Prefect's log lines about the end of the task of this name."""
     ours = [each for each in records if getattr(each, "task_name", "") == name]
     return [each.message for each in ours if "inished in state" in each.message or "failed with state" in each.message]
 

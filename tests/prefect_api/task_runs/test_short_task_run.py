@@ -1,4 +1,4 @@
-"""A task that is run at once: what the server stores of it, and what stays as in an ordinary call."""
+"""A task that runs at once: what the server stores of it, and what equals an ordinary call."""
 
 from __future__ import annotations
 

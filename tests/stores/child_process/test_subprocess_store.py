@@ -35,7 +35,7 @@ SOON = timedelta(seconds=1.5)
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IsolatedStore]:
-    """One pool of children for the whole contract: their start is what costs."""
+    """One pool of children for the whole contract: their start is expensive."""
     root = tmp_path_factory.mktemp("isolated")
     with _moody(root) as store:
         yield store

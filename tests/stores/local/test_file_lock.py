@@ -1,4 +1,4 @@
-"""Locks that end with whoever held them."""
+"""File locks that end with the process that holds them."""
 
 from __future__ import annotations
 

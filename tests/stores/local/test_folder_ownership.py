@@ -1,4 +1,4 @@
-"""Whether a folder is this user's own, on real files."""
+"""Whether a folder belongs to this user alone, on real files."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_a_mount_that_makes_up_owners_is_not_ones_own(
 
 @pytest.fixture
 def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Have a group be this user's alone. The administrator, who runs these tests, has none."""
+    """Make a group this user's private one: root, which runs these tests, has none."""
     monkeypatch.setattr(folder_ownership, "_is_private_group", lambda _, group: group == OTHER)
     return OTHER
 
 
 def given_to_group(root: Path, group: int) -> None:
-    """As umask 002 leaves it."""
+    """Give the folder to the group, as umask 002 does."""
     for each in (root, root / "e", root / "e" / "journal", root / "e" / "journal" / "1.json"):
         os.chown(each, -1, group)
         each.chmod(0o775)

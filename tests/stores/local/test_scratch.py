@@ -1,4 +1,4 @@
-"""Scratch directories: new ones, or such as nobody has left anything in; none of them stays."""
+"""Scratch directories: new ones, or reused ones that are empty; none outlives its process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FOLDERS = ("staging", "artifacts")
 
 @pytest.fixture(autouse=True)
 def kept() -> Iterator[Path]:
-    """As long as there is one, what was given back is there for the next."""
+    """While this is open, a directory that was given back is reused."""
     with ScratchDirectory() as directory:
         yield directory
 
 
 def goes_on_after(act: Callable[[Path], object]) -> bool:
-    """Whether a directory that `act` was done to is the next one as well."""
+    """Whether a directory is reused after `act`."""
     with ScratchDirectory(*FOLDERS) as first:
-        held = os.open(first, os.O_RDONLY)  # as long as it is open, its number is nobody else's
+        held = os.open(first, os.O_RDONLY)  # while it is open, its inode number is not reused
         act(first)
     with ScratchDirectory(*FOLDERS) as second:
         assert sorted(each.name for each in second.iterdir()) == ["artifacts", "staging"]
@@ -88,7 +88,7 @@ def test_one_that_was_tidied_away_is_made_again(kept: Path) -> None:
 
 
 def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket's path has at most 107 bytes, of which multiprocessing takes 32."""
+    """A socket's path has at most 107 bytes, and multiprocessing uses 32 of them."""
     monkeypatch.setattr(socket, "gethostname", lambda: "m" * 64)
     monkeypatch.setattr(scratch, "_home", scratch._Home())
     with ScratchDirectory("1") as path:

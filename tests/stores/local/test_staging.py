@@ -1,4 +1,4 @@
-"""Real directories at both ends: what can be saved, what comes back, what is left when something fails."""
+"""Real directories on both ends of a transfer: valid contents, the restored files, and the rest after a failure."""
 
 from __future__ import annotations
 

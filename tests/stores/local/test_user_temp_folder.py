@@ -1,4 +1,4 @@
-"""The folder for temporary files, in a directory that all users of the machine share."""
+"""The user's folder for temporary files, in a directory that all users of the machine share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user,
 
 @pytest.fixture(autouse=True)
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory such as /tmp: everybody writes to it, and only owners remove."""
+    """A directory like /tmp: all users write to it, and only owners remove."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -36,7 +36,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def as_another_user(shared: Path, act: Callable[[], object]) -> None:
-    """Do it in a process of the user nobody, whose working directory is `shared`."""
+    """Call the function in a process of the Unix user `nobody`, whose working directory is `shared`."""
     child = os.fork()
     if child == 0:
         code = 1

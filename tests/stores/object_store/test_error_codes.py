@@ -1,4 +1,4 @@
-"""Every documented error code, as the real client shows the answer of a server that gives it."""
+"""Every documented error code, as the real client reports the answer of a server that sends it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _store(vendor: str, server: Canned) -> Iterator[ObstoreStore]:
 
 
 def _answer(server: Canned, vendor: str, status: int, code: str) -> None:
-    """Have the server refuse as this vendor does: in XML, in JSON of two kinds, in Azure's header as well."""
+    """Answer with this vendor's error: in XML, in JSON of two kinds, and in Azure's header."""
     server.status, server.headers = status, {"content-type": "application/xml"}
     server.body = s3_error(code, "no")
     if vendor == "gcs-json":
@@ -259,7 +259,7 @@ def test_a_refusal_says_what_its_document_says_to_do(
         assert advice in str(_raised(lambda: store.put("a", b"x")))
 
 
-# -------------------------------------------------------------------------- as pyarrow and fsspec tell of them
+# ---------------------------------------------------------------------------- as pyarrow and fsspec report them
 
 _TEXTS = (
     "AWS Error UNKNOWN (HTTP status {status}) during HeadObject: Unable to parse ExceptionName: {code} Message: no",

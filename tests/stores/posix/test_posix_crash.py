@@ -1,4 +1,4 @@
-"""Every system call of a file store, every way to die, and what the disk makes of it when the power goes."""
+"""Every system call of a file store, every way to crash at it, and the state of the disk after a power loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _furnished() -> MemoryPosix:
 
 
 def _points(act: Act) -> Iterator[tuple[int, Way]]:
-    """Every call that the act makes on the disk, and every way for it to fail."""
+    """Return every call that the act makes on the disk, with every way for it to fail."""
     calls = DyingCalls(_furnished(), nth=0)
     act(posix_store(calls))
     for nth in range(1, calls.total + 1):

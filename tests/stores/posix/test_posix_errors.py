@@ -1,4 +1,4 @@
-"""File systems that cannot do what a store needs, that refuse, or that fail: each call, each answer."""
+"""File systems that lack a needed feature, that refuse, or that fail: each call, each error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEEDED = {
 
 
 class Failing(OsCalls):
-    """The kernel's calls, of which one fails, always."""
+    """The kernel's calls, one of which always fails."""
 
     def __init__(self, call: str, number: int) -> None:
         self.tries = 0
@@ -185,7 +185,7 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             if not until_mounted(mounted, process):
-                pytest.skip("this machine lets nobody mount")
+                pytest.skip("this machine allows no mounts")
             yield mounted
         finally:
             subprocess.run([unmount, "-u", "-z", str(mounted)], check=False, capture_output=True)

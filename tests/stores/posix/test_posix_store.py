@@ -189,7 +189,7 @@ def test_creating_and_pruning_the_same_folder_at_once_loses_nothing(store: Posix
 
 
 class _PrunedOnce(OsCalls):
-    """Another process prunes the folder between its making and the link."""
+    """Another process prunes the folder between mkdir and link."""
 
     def __init__(self, other: PosixStore) -> None:
         self.other = other

@@ -87,7 +87,7 @@ def _read(root: Path, path: str) -> bytes | None:
 
 
 def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) -> None:
-    """What is there is whole; what was acknowledged holds; doing it again comes to the end."""
+    """Require that every object is whole, that acknowledged writes persist, and that a retry succeeds."""
     store = PosixStore(root)
     listed = {found.path for found in store.list("")}
     assert listed <= {"old/object", "old/other", "a/b/object"}, label
@@ -139,7 +139,7 @@ def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Pat
             root, act, "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={number}:when={nth}"
         )
         label = f"{number} at {call} {nth}: exit {done.returncode} {done.stderr}"
-        # Only the removal of the hidden name may fail without a word: the object is there by then.
+        # Only the removal of the hidden name may fail without an error: the object exists by then.
         allowed = (
             {EXIT_NOT_DONE} | ({EXIT_UNKNOWN} if act == "create" else set()) | ({0} if call == "unlinkat" else set())
         )

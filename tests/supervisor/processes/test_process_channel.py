@@ -1,4 +1,4 @@
-"""A trial's death is heard, whatever it started holds the channel open; and where its temporary files are."""
+"""A trial's death is detected even while a process that it started keeps the channel open; its temporary files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = timedelta(seconds=0.05)
 
 
 class Body:
-    """Trains until it is told otherwise."""
+    """Trains until it is ended."""
 
     alive = True
 
@@ -37,7 +37,7 @@ class Body:
 
 @pytest.fixture
 def wire() -> Iterator[tuple[Connection, Connection]]:
-    """Both sides; the trial's is held open as a process that it forked would."""
+    """Both ends; the trial's end stays open, as a process that it forked would keep it."""
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
         yield near, far
@@ -59,7 +59,7 @@ def test_a_dead_trial_is_heard_of_although_what_it_forked_holds_the_channel_open
 
 
 def test_what_a_trial_said_in_the_moment_of_its_death_is_heard_first(wire: tuple[Connection, Connection]) -> None:
-    """It is said after the channel was found empty, and before the trial is found dead."""
+    """The message arrives after the channel was empty, and before the trial is found dead."""
     near, far = wire
     last = TrialEnded(reason="done")
 
@@ -92,7 +92,7 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
 def test_an_answer_that_comes_as_the_channel_closes_need_not_be_heard(wire: tuple[Connection, Connection]) -> None:
     near, _ = wire
     channel = TrialChannel(near, Body())
-    near.close()  # as whoever ends the trial's process does, in another thread
+    near.close()  # as another thread does that ends the trial's process
     channel.tell(GoOn(milestone=None))
 
 

@@ -1,4 +1,4 @@
-"""What a process prints becomes lines of a log: all of it, in order, and nothing after it was told to stop."""
+"""The output of a process becomes log lines: all of it, in order, and none after the reader was stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """Both ends, the writing one closed by the test or after it."""
+    """Both ends of a pipe; the fixture closes the writing end unless the test does."""
     reading, writing = os.pipe()
     yield reading, writing
     os.close(reading)
@@ -125,7 +125,7 @@ def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> N
     stopped.join(4)
     assert not stopped.is_alive()
     goes_on = False
-    output.start(reading)  # so that whoever prints is not held up
+    output.start(reading)  # so that a printing process never blocks
     printing.join()
     output.stop()
 

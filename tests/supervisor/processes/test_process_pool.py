@@ -1,4 +1,4 @@
-"""Attempts in forked processes: what they find there, how they end, and that nothing of them stays."""
+"""Attempts in forked processes: their environment, how they end, and that they leave no process behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SLOTS = 4
 
 @pytest.fixture
 def ours(whole_family: Family) -> Family:
-    """Every process that these tests have started."""
+    """All processes that these tests have started."""
     return whole_family
 
 
@@ -115,9 +115,9 @@ def ignored_by_a_new_python() -> list[str]:
 
 
 def but_for_ctrl_c(ignored: list[str]) -> list[int]:
-    """Who runs the tests in the background has it ignored, until a flow in this process has taken care of it.
+    """SIGINT is ignored where the tests run in the background, until a flow in this process handles it.
 
-    Nor are 32 and 33 compared: glibc has them ignored in what Python 3.13 starts by `posix_spawn`.
+    Signals 32 and 33 are not compared either: glibc ignores them in children that Python 3.13 starts by `posix_spawn`.
     """
     return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) & ~(0b11 << 31) for mask in ignored]
 
@@ -290,7 +290,7 @@ def test_whatever_a_trial_has_started_ends_with_it(
         else:
             assert set(left) <= set(ours.pids())
         channel.end()
-        assert not set(left) & set(ours.pids())  # only the subreaper, which has said so, may still be leaving
+        assert not set(left) & set(ours.pids())  # only the subreaper, which has reported its end, may still run
     pool.dismiss()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
@@ -306,7 +306,7 @@ def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, 
         messages_of(channel)
 
 
-# ---------------------------------------------------------------------------------------------- who may be killed
+# ------------------------------------------------------------------------------------------------ kills of processes
 
 
 def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_everything_is_gone_a_second_after_the_supervisor_was_killed_be_it_in_c_
             try:
                 until(lambda: len(began(witness)()) == 2, seconds=60, what=lambda: "the trials")
                 assert len(ours.pids("trial")) == 2
-                # Beside those that live: the orphans that end at once.
+                # Besides the living children: orphans that end at once.
                 until(lambda: len(ours.pids()) == 1 + 1 + 2 + 2 + 3, what=lambda: f"9 processes, not {ours.names()}")
             finally:
                 supervisor.kill()

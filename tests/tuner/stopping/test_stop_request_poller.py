@@ -19,7 +19,7 @@ from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 
 
 class AwayBucket(Bucket):
-    """A bucket that can be read only while it is there."""
+    """A bucket whose reads fail while it is away."""
 
     is_there = False
     reads = 0
