@@ -22,7 +22,7 @@ from xdist.workermanage import WorkerController  # type: ignore[import-untyped] 
 
 _END_OF_CERTIFICATE = "-----END CERTIFICATE-----\n"
 
-# Before anything imports Prefect: neither the settings nor the server of whoever runs the tests is touched,
+# Before anything imports Prefect: the settings and the server of the user that runs the tests stay untouched,
 # and nothing is sent anywhere. Child processes inherit it.
 _HOME = Path(tempfile.mkdtemp(prefix="prefect-tune-tests-"))
 for _name in [name for name in os.environ if name.startswith("PREFECT_")]:
@@ -135,7 +135,7 @@ def pytest_unconfigure() -> None:
 def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     """Return the API address of a Prefect server on an empty database, shared by the session's tests.
 
-    Started when first asked for. Flows and tasks called in the test use it without being told; give the
+    Started when first asked for. Flows and tasks called in the test use it by default; give the
     address as `PREFECT_API_URL` to child processes.
     """
     from prefect.settings import get_current_settings

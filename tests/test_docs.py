@@ -1,4 +1,4 @@
-"""What the documentation shows works, and what it says is so."""
+"""The examples of the documentation run, and its claims are true."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ class Counts(pt.Callback):
     """Has a state to keep."""
 
     def get_state(self) -> Mapping[str, object]:
-        return {"told": 1}
+        return {"reported": 1}
 
 
 def noting(config: Mapping[str, object]) -> None:

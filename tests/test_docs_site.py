@@ -1,4 +1,4 @@
-"""The site is built without a complaint, and the build complains of what would not work."""
+"""The site builds without warnings, and the build fails on broken pages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_block_is_shown_with_what_its_form_says_of_each_field(site: Path) -> N
     for name, field in pt.S3Target.model_fields.items():
         if field.description:
             assert field.description in shown, name
-    assert "Validators:" not in shown  # they are nobody's business
+    assert "Validators:" not in shown  # internals of the models
 
 
 def test_every_command_is_shown_with_every_option(site: Path) -> None:

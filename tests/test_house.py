@@ -96,7 +96,7 @@ def test_a_broad_except_that_may_swallow_is_a_violation(handler: str) -> None:
     [
         "except OSError:\n    pass",
         "except Exception as e:\n    x = 1\n    raise ValueError from e",
-        "except Exception:  # noqa: BLE001  the process ends here, and its parent is told\n    x = 1",
+        "except Exception:  # noqa: BLE001  the process ends here, and reports to its parent\n    x = 1",
     ],
 )
 def test_a_narrow_one_or_one_that_raises_or_says_why_is_not(handler: str) -> None:

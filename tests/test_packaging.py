@@ -1,4 +1,4 @@
-"""What is installed is what lies in the repository, and importing the public module is cheap."""
+"""The installed package equals the repository's, and importing the public module is cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on parity is whole: no row without a test that exists, or a reason."""
+"""Every row of the parity page names an existing test, or a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recipes show is taken by Prefect, and by the package, as it stands there."""
+"""The settings in the recipes are accepted by Prefect, and by the package, exactly as shown."""
 
 from __future__ import annotations
 

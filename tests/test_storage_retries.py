@@ -1,4 +1,4 @@
-"""Which failures of a target are worth another try, and from when on."""
+"""Which failures of a target are retried, and after which delay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sync sends and brings back: only what changed, never a mixture, nothing that leads out."""
+"""The transfer of a sync: only changed files, never a mixture of two attempts, no path that leads outside."""
 
 from __future__ import annotations
 

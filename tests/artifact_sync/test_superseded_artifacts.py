@@ -1,4 +1,4 @@
-"""A trial's own files when two of its attempts live: what the later one has shown stays."""
+"""A trial's artifacts while two of its attempts live: those of the later attempt stay."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_a_later_attempt_has_shown_is_neither_replaced_nor_deleted(stale: P
 
 
 class _Raced(MemoryStore):
-    """A later attempt shows its files at the last moment."""
+    """A later attempt publishes its files at the last moment."""
 
     rival: Path | None = None
 
@@ -92,7 +92,7 @@ def test_who_syncs_by_hand_speaks_for_the_attempt_that_is_there(stale: Path, lat
 
 
 class _OldIndex(Document):
-    """As it was before it said which attempt wrote it."""
+    """The index of earlier releases, which does not name its attempt."""
 
     format: str = "prefect-tune/artifacts"
     version: int = 1

@@ -1,4 +1,4 @@
-"""`pt.Syncer`: what every syncer does, also one of the user's with nothing but the three abstract methods."""
+"""`pt.Syncer`: the behaviour of every syncer, including a user's with only the three abstract methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailabl
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Mine(pt.Syncer):
-    """A user's syncer: its constructor calls nobody's."""
+    """A user's syncer: its constructor does not call `super().__init__`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -190,7 +190,7 @@ def test_a_directory_that_cannot_be_synced_to_is_an_error_that_says_why(bad: str
         pt.Syncer.validate_upload_dir(bad)
 
 
-# ------------------------------------------------------------------------------------------- who is configured
+# ------------------------------------------------------------------------------------- the configured syncer
 
 
 def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_syncer_that_was_given_as_an_object_is_copied_for_each_attempt(tmp_pat
 
 
 class Locked(Mine):
-    """Holds what cannot be copied."""
+    """Holds a lock, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The built-in syncer, in its own words: nothing lost, nothing twice, nothing torn, and it ends in time."""
+"""The built-in syncer: no file is lost, sent twice or torn, and it ends in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
     assert syncer.sync_up(str(local), REMOTE) is True
-    assert len(syncer._queue) == 1  # it is the same as the one that waits
+    assert len(syncer._queue) == 1  # it equals the waiting one
     bucket.gate.set()
     syncer.wait()
     assert fetched(bucket, tmp_path)["log.txt"] == b"newest"

@@ -1,4 +1,4 @@
-"""A trial's own files: what goes wrong with them is said, stops nothing, and deletes nothing."""
+"""Errors with a trial's artifacts are reported; they stop no trial and delete no file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bucket(request: pytest.FixtureRequest) -> Unreadable:
 
 @pytest.fixture
 def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialSpec:
-    """A plan, and one attempt that has left `log-1` behind."""
+    """A plan, and one attempt that left the file `log-1`."""
     assert not bucket.objects
     plan = plan_for(BucketTarget(name=request.node.name))
     first = attempt_of(plan, tmp_path / "1")
@@ -94,7 +94,7 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
 
 
 class Counting(Bucket):
-    """A bucket that counts who looks into it."""
+    """A bucket that counts its listings."""
 
     looks = 0
 
@@ -115,7 +115,7 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
     (log := tmp_path / "1" / "log").write_text("late")
     attempt.close()
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log": b"late"}
-    log.unlink()  # what is gone is told, too
+    log.unlink()  # deletions are reported, too
     attempt.close()
     attempt.settle()
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {}
@@ -145,7 +145,7 @@ def nothing_asked() -> None:
 
 
 class Noting(Syncer):
-    """Notes what it is asked, whichever attempt's it is."""
+    """Records the calls of the syncers of all attempts."""
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         del local_dir
@@ -188,7 +188,7 @@ def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
 
 
 class Broken(Syncer):
-    """Somebody's own syncer, and whatever it raises."""
+    """A user's syncer that raises a given error."""
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         raise RuntimeError(f"not up: {local_dir} {remote_dir} {exclude}")

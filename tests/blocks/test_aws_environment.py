@@ -1,4 +1,4 @@
-"""A target and a URI reach the same bucket by the same surroundings: who signs, for which region, at which server."""
+"""A target block and a URI reach the same bucket in the same environment: credentials, region, endpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_FILE = "aws_access_key_id={}\naws_secret_access_key=secret\n"
 
 @pytest.fixture(params=["target", "uri"])
 def opened(request: pytest.FixtureRequest) -> Opened:
-    """Two ways to the same place."""
+    """A target block and a URI of the same bucket."""
     ways: dict[str, Opened] = {
         "target": lambda: S3Target(bucket="bucket").open(timeout=SHORT),
         "uri": lambda: open_location(read_uri("s3://bucket"), timeout=SHORT),
@@ -35,7 +35,7 @@ def opened(request: pytest.FixtureRequest) -> Opened:
 
 @pytest.fixture
 def aws(tmp_path: Path) -> Path:
-    """A folder with keys and a region in files, under their usual names for nobody."""
+    """A folder with keys and a region in files, below a folder that no client reads by default."""
     folder = tmp_path / "aws"
     folder.mkdir()
     (folder / "credentials").write_text(f"[default]\n{IN_FILE.format('DEFAULT')}[team]\n{IN_FILE.format('TEAM')}")
@@ -51,7 +51,7 @@ def _usual(aws: Path) -> dict[str, str]:
 
 
 def _signed(opened: Opened, monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], endpoint: str) -> str:
-    """Return who signs for which region, as the server named by the variable `endpoint` hears it."""
+    """Return access key and region of the signature that the server of the variable `endpoint` receives."""
     with answering(403, s3_error("AccessDenied", "")) as server:
         for name, value in {**environment, endpoint: server.url, "AWS_ALLOW_HTTP": "1"}.items():
             monkeypatch.setenv(name, value)
@@ -124,7 +124,7 @@ def test_a_profile_that_there_is_not_is_said(opened: Opened, monkeypatch: pytest
 def test_a_file_of_credentials_that_is_being_rewritten_is_a_refusal_of_the_moment(
     content: str, aws: Path, opened: Opened
 ) -> None:
-    """No fault of what was asked for: while a run lasts, it is looked at again."""
+    """The failure is transient: a run reads the file again."""
     (aws / "credentials").write_text(content)
     (aws / "config").write_text("")
     _usual(aws)

@@ -1,4 +1,4 @@
-"""What a Prefect server knows of the blocks: the catalogue in its UI, saved documents, secrets."""
+"""Blocks on a Prefect server: the catalogue in its UI, saved documents, secrets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestStandard(BlockStandardTestSuite):
 
 
 def _asked(path: str) -> Mapping[str, Any]:
-    """Return the API's answer; Prefect's own client asks again when a busy server says 503."""
+    """Return the API's answer; Prefect's own client retries when a busy server answers 503."""
     with get_client(sync_client=True) as client:
         found: Mapping[str, Any] = client._client.get(path).json()
         return found

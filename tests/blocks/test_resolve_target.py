@@ -172,7 +172,7 @@ def test_a_server_that_does_not_answer_is_named_with_what_needs_none() -> None:
 
 
 class ShelfTarget(StorageTarget):
-    """A kind of target that a user made."""
+    """A user's kind of target."""
 
     _block_type_slug: ClassVar[str | None] = "shelf-target"
     shelf: str = Field(description="Which.")

@@ -1,4 +1,4 @@
-"""What a block refuses at construction: one error, one line, no secret in it."""
+"""Blocks refuse bad fields at construction: one error, one line, no secret in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _untyped(kind: Any, **fields: Any) -> StrictBlock:
 BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
     "a misspelt bucket": (lambda: _untyped(S3Target, bukcet="b"), r"no field 'bukcet': did you mean 'bucket'\?"),
     "a misspelt period": (lambda: _untyped(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
-    "a field of nobody's": (
+    "an unknown field": (
         lambda: _untyped(LocalTarget, path="/x", zzz=1),
         "no field 'zzz': it has path, must_exist, may_hang, signing_key",
     ),
@@ -97,7 +97,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
     "a negative period": (lambda: SyncConfig(sync_period_seconds=-1), "sync_period_seconds: .* greater than or equal"),
     "an endless period": (lambda: SyncConfig(sync_period_seconds=float("inf")), "sync_period_seconds: .* finite"),
     "no time for a sync": (lambda: SyncConfig(sync_timeout_seconds=0), "sync_timeout_seconds: .* greater than 0"),
-    "a target that nobody syncs to": (
+    "a target without a syncer": (
         lambda: SyncConfig(upload_dir="s3://bucket", syncer=None),
         "upload_dir needs a syncer, but syncer is None",
     ),

@@ -12,7 +12,7 @@ from prefect_tune.core.errors import InvalidInput
 
 
 class CopyingSyncer:
-    """A user's own."""
+    """A user's syncer."""
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         return bool(local_dir and remote_dir and not exclude)

@@ -1,4 +1,4 @@
-"""What a check finds out about stores that behave badly in one way each."""
+"""`check()` of a target detects stores with one defect each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Overwrites(MemoryStore):
 
 
 class LetsSomeRacersWin(MemoryStore):
-    """Refuses what comes later, as a store does that looks first and then writes."""
+    """Refuses late creates only, like a store that checks first and then writes."""
 
     def create(self, path: str, data: Buffer) -> None:
         if path.endswith("race"):
@@ -68,7 +68,7 @@ class LetsALaterWriterWin(MemoryStore):
 
 
 class LosesReplies(MemoryStore):
-    """Writes, and does not say so; the writer has to look for itself."""
+    """Writes, and loses the reply: the writer has to read back."""
 
     def create(self, path: str, data: Buffer) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One server, one worker and one Chromium for all of these tests, which run one after the other in one process."""
+"""One server, one worker and one Chromium for all of these tests, which run one after another in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW_FRAMES = """
     const drawn = window.requestAnimationFrame.bind(window)
     window.requestAnimationFrame = draw => setTimeout(() => drawn(draw), 200)
 """
-"""Without a GPU the processor draws the graph of a run, sixty times a second: five are enough for who only looks."""
+"""Without a GPU the processor draws the graph of a run, sixty times a second: five are enough for screenshots."""
 _ARGUMENTS = [
     "--no-sandbox",  # without it Chromium does not start for root
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nothing leaves this machine

@@ -1,4 +1,4 @@
-"""What a person has who works with it: a Prefect server with its UI, a process worker, and the deployments."""
+"""A user's installation: a Prefect server with its UI, a process worker, and the deployments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Installation:
             yield client
 
     def start(self, flow: str, **parameters: Any) -> UUID:
-        """Start the deployment of that name, as anybody's script would; return its run."""
+        """Start the deployment of that name, as a user's script would; return its run."""
         with self.client() as client:
             deployment = client.read_deployment_by_name(f"{flow}/{flow}")
             return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
@@ -60,7 +60,7 @@ class Installation:
             return {each.id: each for each in client.read_flow_runs()}
 
     def knows_of_a_kill(self) -> bool:
-        """Whether the worker has told Prefect of it too, as the second, 10 to 30 s later; this it says after that."""
+        """Whether the worker has reported the kill too: it does so 10 to 30 s later, and then logs this line."""
         return "flow_runs.worker - Check whether the flow run exceeded its memory" in self.log.read_text()
 
     def kill(self, flow_run: UUID) -> None:
@@ -131,7 +131,7 @@ def _deploy(environment: Mapping[str, str]) -> None:
 
 
 def _end_all(mark: str) -> None:
-    """Whatever was started here and still runs: a flow of a worker that is gone, what such a flow started."""
+    """End all processes started here that still run: flows of a dead worker, and their children."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid() and _is_marked(entry, mark):
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Prefect's UI as a person uses it: which page, which button, which field. Every step waits for what it needs."""
+"""Prefect's UI as a user operates it: pages, buttons, fields. Every step waits for its element."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class RunPage:
 
     @property
     def flow_run(self) -> UUID:
-        """Whose page it is: the address says it."""
+        """Return the flow run of this page, from its address."""
         self.page.wait_for_url("**/flow-run/*")
         return UUID(self.page.url.partition("/flow-run/")[2][:36])
 
@@ -155,7 +155,7 @@ class RunPage:
         search.blur()  # what is typed for a picture goes to the page
 
     def report(self, key: str) -> Locator:
-        """Open the artifact of this key, once there is one; return what it says."""
+        """Open the artifact of this key, once there is one; return its text."""
         self.page.get_by_role("tab", name="Artifacts").click()
         listed = self.page.get_by_text(key, exact=True).first
         for _ in range(_LOOKS):
@@ -168,7 +168,7 @@ class RunPage:
         return self.page.locator("main")
 
     def confirm(self, dialog: Locator, name: str) -> None:
-        """Press this button; once more where the server was too busy: the dialog stays until it was heard."""
+        """Press this button; again if the server was too busy: the dialog stays until the server accepts."""
         button = dialog.get_by_role("button", name=name, exact=True)
         button.click()
         for _ in range(_CLICKS):
@@ -176,7 +176,7 @@ class RunPage:
                 return dialog.wait_for(state="hidden", timeout=_HEARD_MS)
             if button.is_enabled():
                 button.click()
-        raise AssertionError(f"{name!r} was not heard: {dialog.inner_text()}")
+        raise AssertionError(f"the server did not accept {name!r}: {dialog.inner_text()}")
 
     def act(self, name: str) -> Locator:
         """Choose from the run's menu; return the dialog that opens."""

@@ -1,4 +1,4 @@
-"""Searches that run as long as a test looks at them, and what their journals contain."""
+"""Searches that run until a test ends them, and the contents of their journals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE = timedelta(minutes=4)
 
 @dataclass(frozen=True)
 class Search:
-    """A search whose trials linger until they are told to hurry."""
+    """A search whose trials are slow until the file `hurry` exists."""
 
     folder: Path
     experiment: str
@@ -53,7 +53,7 @@ class Search:
         (self.folder / "mended").touch()
 
     def trials(self) -> Mapping[str, Trial]:
-        """Return its trials as the journals on the target tell of them now."""
+        """Return its trials by the journals on the target."""
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
             known = load(store, self.experiment, side_by_side=map).trials
             return {

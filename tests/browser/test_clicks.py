@@ -1,4 +1,4 @@
-"""A search as one lives with it in Prefect's UI: begun, watched, suspended, killed, cancelled, resumed; by clicks."""
+"""The life of a search in Prefect's UI, by clicks: started, watched, suspended, killed, cancelled, resumed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SAVES = {"checkpoint": {"every_steps": SAVED_EVERY}}
 
 @pytest.fixture(scope="module")
 def killed(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> tuple[Search, UUID]:
-    """A search that was begun elsewhere, and runs."""
+    """A running search that was started elsewhere."""
     search = Search(tmp_path_factory.mktemp("killed"), "nightly", BOTH, also=SAVES)
     return search, installation.start("tune", **search.parameters)
 
 
 @pytest.fixture(scope="module")
 def cancelled(installation: Installation, tmp_path_factory: pytest.TempPathFactory) -> tuple[Search, UUID]:
-    """Another one, of which one trial breaks."""
+    """Another search, one of whose trials fails."""
     search = Search(tmp_path_factory.mktemp("cancelled"), "fragile", {**BOTH, "breaks_above": 0.3}, also=SAVES)
     return search, installation.start("tune", **search.parameters)
 
@@ -89,7 +89,7 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     installation.kill(run)
     page.shows("Crashed")
     ui.picture("5-crashed")
-    # What is clicked before the worker has told of the crash too is undone by that: one would click again.
+    # The worker's later report of the crash undoes a click made before it: a user would click again.
     until(installation.knows_of_a_kill, what=lambda: installation.log.read_text()[-3000:])
     before = installation.runs().keys()
     search.hurry()
@@ -149,6 +149,6 @@ def _broken(search: Search) -> int:
 
 
 def _asks(installation: Installation, run: UUID) -> bool:
-    """Whether it waits for an answer, and its process has left."""
+    """Whether the run waits for an answer, and its process has ended."""
     state = installation.run(run).state
     return state is not None and state.state_details.run_input_keyset is not None

@@ -1,4 +1,4 @@
-"""A notebook as JupyterLab shows it, in both themes: pictures to look at, whose texts are readable."""
+"""A notebook in JupyterLab, in both themes: screenshots, with readable text."""
 
 from __future__ import annotations
 

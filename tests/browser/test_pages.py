@@ -1,4 +1,4 @@
-"""What the pages of deployments and automations show: a short form, the message of what is missing, alerts that act."""
+"""The pages of deployments and automations: a short form, errors for missing values, switchable alerts."""
 
 from __future__ import annotations
 

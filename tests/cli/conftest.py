@@ -1,4 +1,4 @@
-"""The command line, called as a user calls it, and what it is called about."""
+"""The command line, called as a user calls it, and the experiments that it reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def moods(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with the search `moods`, for tests that only look.
+    """A target with the search `moods`, for tests that only read.
 
     00000 and 00002 errored at step 2; 00003 is better than 00001, and of both the last two of three checkpoints stay.
     """

@@ -1,4 +1,4 @@
-"""The program itself: its help, and the commands around the places where bytes live."""
+"""The program itself: its help, and the commands about targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a search from the command line: listed, verified, exported, collected."""
+"""The checkpoints of a search from the command line: listed, verified, exported, garbage-collected."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) 
 def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:
     blob = next(own_moods.glob("moods/trials/00003/blobs/*"))
     stray = blob.with_name(f"{'0' * 64}-{blob.name.partition('-')[2]}")
-    stray.write_bytes(b"nobody's")
+    stray.write_bytes(b"stray")
     listed = json.loads(run("gc", own_moods, "moods", "--json").out)
     found = {each["trial"]: each for each in listed["trials"]}
     assert (listed["deleted"], found["00003"]["orphan_count"], found["00003"]["orphan_bytes"]) == (False, 1, 8)

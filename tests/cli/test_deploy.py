@@ -1,4 +1,4 @@
-"""`prefect-tune deploy` on a real server: made twice they are the same, and what cannot be is said before."""
+"""`prefect-tune deploy` on a real server: a second call changes nothing, and invalid input is refused first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a search that is over looks from the command line."""
+"""The output about a search that has ended."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_trial_is_found_by_its_number_alone(run: Run, moods: Path, command: tu
 def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
     write_experiment(moods, "alone", [2])
     (moods / "alone" / "a file").touch()
-    (moods / "somebody elses").mkdir(exist_ok=True)
+    (moods / "another tool's").mkdir(exist_ok=True)
     listed = json.loads(run("ls", moods, "--json").out)
     assert [(each["experiment"], each["kind"]) for each in listed] == [("alone", "training"), ("moods", "search")]
     assert listed[1]["trials"] == {"completed": 2, "errored": 2}

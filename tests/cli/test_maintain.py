@@ -1,4 +1,4 @@
-"""`maintain`, and the release of a checkpoint that was put aside."""
+"""`maintain`, and the release of a quarantined checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.experiments import write_experiment
 
 
 def _damage(target: Path, step: int) -> tuple[Path, bytes]:
-    """Tear the manifest of a step, and return how it was."""
+    """Truncate the manifest of a step, and return its former bytes."""
     (path,) = target.rglob(f"{step:010d}-*/manifest.json")
     was = path.read_bytes()
     path.chmod(0o644)

@@ -1,4 +1,4 @@
-"""What the command line says of a target that does not exist, or that has no experiments."""
+"""Error messages for a target that does not exist, or that has no experiments."""
 
 from __future__ import annotations
 

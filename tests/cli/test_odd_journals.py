@@ -1,4 +1,4 @@
-"""What the commands that look say of a journal that somebody else has forged."""
+"""The output of read-only commands for a forged journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line shows of an experiment that a flow of one's own has written."""
+"""The output about an experiment that a user's own flow wrote."""
 
 from __future__ import annotations
 

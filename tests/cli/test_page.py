@@ -1,4 +1,4 @@
-"""What the page on the command line says is so."""
+"""The claims of the docs page on the command line are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says of experiments that earlier releases wrote."""
+"""The output about experiments that earlier releases wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches from the command line: run, interrupted, resumed, and what was asked in vain."""
+"""Searches from the command line: run, interrupted, resumed, and refused calls."""
 
 from __future__ import annotations
 

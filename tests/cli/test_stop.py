@@ -1,4 +1,4 @@
-"""`prefect-tune stop`: what is said, and how it ends, where nobody runs the search."""
+"""`prefect-tune stop` where no process runs the search: its messages, and its exit code."""
 
 from __future__ import annotations
 

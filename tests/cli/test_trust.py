@@ -1,4 +1,4 @@
-"""Whose code `prefect-tune resume` runs: that of the command line, and none that a target chooses."""
+"""The code that `prefect-tune resume` runs: the command line names it, never a target."""
 
 from __future__ import annotations
 

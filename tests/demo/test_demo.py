@@ -1,4 +1,4 @@
-"""The demo: its claims are measured, and it performs."""
+"""The demo: its claims are measured, and it is fast enough."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ LATE = replace(KILLED, newest_step=18, arrived={})
 
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[Killed]:
-    """What comes of each kill, in turn."""
+    """The results of the next kills, in order: a test fills the list."""
     come: list[Killed] = []
     monkeypatch.setattr(story, "_train_until_killed", lambda *_: come.pop(0))
     return come
@@ -235,7 +235,7 @@ def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Wait for a process that is nobody's child any more."""
+    """Wait for the end of an orphaned process."""
     from time import sleep
 
     for _ in range(600):

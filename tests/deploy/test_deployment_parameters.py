@@ -1,4 +1,4 @@
-"""What a deployment is given is checked before anything is written, and nothing secret is in it."""
+"""The parameters of a deployment are checked before anything is written, and contain no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to deploy, said once and found in both ways to deploy it."""
+"""The deployable flows are listed once, and both ways to deploy use that list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A form shows the few parameters that everybody needs, and the others in one group; flat parameters stay accepted."""
+"""A form shows the common parameters, and all others in one group; flat parameters stay accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials as callbacks see them, and what happens to them."""
+"""Trials as callbacks receive them, and the events of their lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers that write files of rows: one row for each step that counts, whatever happened in between."""
+"""Loggers that write files of rows: one row for each step that counts, after kills and retries too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def logger(request: pytest.FixtureRequest, tmp_path: Path) -> RowLogger:
 
 
 def rows_of(logger: RowLogger, folder: Path, trial: str = "00000") -> Sequence[Mapping[str, object]]:
-    """Return what anybody reads who knows the format and nothing of the logger."""
+    """Return the rows as any reader of the format gets them."""
     if isinstance(logger, pt.JSONLogger):
         return [json.loads(line) for line in (folder / "e" / trial / "result.json").read_text().splitlines()]
     with (folder / "e" / trial / "progress.csv").open(newline="") as file:

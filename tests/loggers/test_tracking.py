@@ -1,4 +1,4 @@
-"""Loggers whose files and servers are other people's: read back by their own means."""
+"""Loggers for third-party tools: their files and servers are read back with the tools' own formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers, searches and stoppers as they are typed into a form or a command line, and what a mistake is told."""
+"""Schedulers, searches and stoppers as typed into a form or a command line, and the errors for mistakes."""
 
 from __future__ import annotations
 

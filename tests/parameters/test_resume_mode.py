@@ -1,4 +1,4 @@
-"""What `resume=` means: our words, Ray's, and those that mean nothing here."""
+"""The values of `resume=`: ours, Ray's, and those that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of a search: the flow's, the plan's and those of a resume agree."""
+"""The parameters of a search agree: those of the flow, of the plan, and of a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores against a faulty server: each fault raises its error, in time, and no wrong reply looks like an absent object."""
+"""Stores against a faulty server: each fault raises its error in time; no wrong reply reads as an absent object."""
 
 from __future__ import annotations
 

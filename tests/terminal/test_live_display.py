@@ -90,7 +90,7 @@ def test_the_table_stands_there_and_is_gone_afterwards(terminal: Terminal, broke
     terminal.read()
     with live_display(table, broken.append, terminal.stream):
         wait_for(lambda: "a table of 80 x 24" in terminal.shown)
-        assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is visible again after a crash
+        assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is visible again
     wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
     assert broken == []
 

@@ -78,7 +78,7 @@ class Court:
         self.error: BaseException | None = None
 
     def loses_an_attempt(self, *, saves: bool = False) -> Phase:
-        """Lose an attempt, start the next one if the handler retries; return the trial."""
+        """Lose an attempt, start the next one if the handler retries; return the trial's phase."""
         state = self.page.state.trial(_TRIAL)
         start = newest_checkpoint(state)
         self.page.put(

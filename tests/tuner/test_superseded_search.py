@@ -105,7 +105,7 @@ class TakenOver(Troupe):
     def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
-            with self._target.open(timeout=_MINUTE) as store:  # another process opens the target only
+            with self._target.open(timeout=_MINUTE) as store:  # another process writes as a guest, without taking over
                 gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
                 append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
@@ -128,7 +128,7 @@ class Unlucky(Troupe):
         if self.start_count == 1:
             self._inbox.clear()
             self._saved.clear()
-            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("another owner has opened the trial's journal")))
+            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("another owner has opened the journal")))
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:

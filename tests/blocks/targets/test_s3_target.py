@@ -204,7 +204,7 @@ def test_no_credentials_anywhere_is_said(moto: str) -> None:
 
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-user")
     with answering(404, s3_error("NoSuchBucket", "")) as server:
         _target(server.url).check(timeout=SHORT)
         _target(server.url, session_token="my-own").check(timeout=SHORT)

@@ -1,4 +1,4 @@
-"""Which names are taken for trainables by their source, and which have to be imported for it."""
+"""Which trainables are accepted by their source, and which must be imported for the check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resume by name says of an experiment that is no search."""
+"""The error of a resume by name for an experiment that is no search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names a trusted package defines, told from its source."""
+"""The names that a trusted package defines, read from its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect_tune.parameters.checks.source_definitions import is_module_name, wh
 
 _FILES = {
     "__init__.py": "",
-    # Run, it would fail at once: what is looked at is not run.
+    # This source would fail if it ran: the check only parses it.
     "sub/__init__.py": """
 import subprocess
 import os.path as where

@@ -1,4 +1,4 @@
-"""What a search is refused on a target that serves one runner only, before anything of it is there."""
+"""Options that a search refuses on a single-runner target, before it writes anything."""
 
 from __future__ import annotations
 
