@@ -1,7 +1,7 @@
-"""One transfer by one client, measured from the inside: `python -m benchmarks.clients ours save ...` prints JSON.
+"""One transfer by one client, measured from inside: `python -m benchmarks.clients ours save ...` prints JSON.
 
 Each client is a process of its own, so that none pays for another's imports, memory or threads. Imports are not
-measured; whatever a client does to connect is.
+measured; its connecting is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU time of a process and of everything that it starts, be it waited for by nobody: as the kernel counts it."""
+"""The CPU time of a process and of all its descendants, unreaped ones included, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _V2 = Path("/sys/fs/cgroup")
 
 
 class CpuGroup:
-    """A control group. What is started with `inside` belongs to it, and so does all that comes of it."""
+    """A control group. Processes started with `inside` belong to it, and so do all their descendants."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class CpuGroup:
         ).returncode
 
     def cpu_seconds(self) -> float:
-        """Return what all of them have used so far, the dead ones included."""
+        """Return the CPU time of all its processes so far, ended ones included."""
         v1 = self._folder / "cpuacct.usage"
         if v1.exists():
             return int(v1.read_text()) / 1e9
@@ -70,7 +70,7 @@ class CpuGroup:
         self.require_empty(seconds=0)
 
     def require_empty(self, *, seconds: float = 30) -> None:
-        """Give what is left time to end, then kill it: it was all started here."""
+        """Give the remaining processes time to end, then kill them: all were started here."""
         until = time.monotonic() + seconds
         while pids := self.pids():
             if time.monotonic() >= until:

@@ -1,4 +1,4 @@
-"""Searches of trainables that import PyTorch, Lightning, scikit-learn or XGBoost, with us, Ray Tune and Optuna.
+"""Searches of trainables that import PyTorch, Lightning, scikit-learn or XGBoost: prefect-tune, Ray Tune and Optuna.
 
     python -m benchmarks.imports --peers PYTHON [--write] [--rounds 3] [--only torch_mlp ...]
 

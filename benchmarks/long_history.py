@@ -1,4 +1,4 @@
-"""The history of a search, written to a store in memory that counts what is asked of it and what is sent."""
+"""Write the history of a search to a store in memory that counts requests and bytes."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _Say = Callable[[Experiment], Sequence[Event]]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What lies on the target after it, and what an entry cost; the costs are means over all entries, or say so."""
+    """The objects on the target after a search, and the cost of an entry: a mean over all entries unless noted."""
 
     objects: Mapping[str, bytes]
     trials: int
     entries: int
     entry_bytes: float
     requests: float
-    """Of the entry itself, which whoever writes it waits for."""
+    """Requests of the entry itself, for which its writer waits."""
     late_requests: float
-    """Of segments, for which nobody waits."""
+    """Requests of segments, which are written in the background."""
     late_bytes: float
     largest_segment_bytes: int
     append_microseconds: float
-    """CPU; of the quickest hundred of the last tenth, which no busy neighbour disturbed."""
+    """CPU time; the mean of the quickest hundred of the last tenth, undisturbed by other load."""
     late_microseconds: float
     """CPU of segments; the mean, since some are large."""
 

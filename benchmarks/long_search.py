@@ -1,4 +1,4 @@
-"""A search of 100, 1,000 and 10,000 trials as `pt.tune` runs it, and `pt.resume` goes on with it, but for the training.
+"""A search of 100, 1,000 and 10,000 trials with `pt.tune`, and its resume with `pt.resume`, without the training.
 
     python -m benchmarks.long_search [--write] [--trials 100 1000 10000] [--scheduler asha]
 

@@ -1,9 +1,9 @@
-"""One process that opens an experiment and goes on with it, measured from the inside; it prints JSON.
+"""One process that opens an experiment and continues it, measured from inside; it prints JSON.
 
     python -m benchmarks.opening load|own --directory PATH
     python -m benchmarks.opening load|own --endpoint URL
 
-Imports are not measured; whatever the client does to connect is.
+Imports are not measured; the client's connection is.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _BLOCK = bytes(1 << 16)
 
 
 def compute(units: int) -> None:
-    """Do so much work, however long that takes."""
+    """Do so many units of work, however long that takes."""
     for _ in range(units):
         hashlib.sha256(_BLOCK).digest()
 
@@ -44,7 +44,7 @@ class Computes(pt.Trainable):
 
 
 def _show_nothing(subscribers: ModuleType) -> None:
-    """Take away report, progress, live status, events and assets; everything else stays as it is."""
+    """Disable report, progress, live status, events and assets; leave everything else unchanged."""
     from prefect_tune.monitoring.search_observer import ObserverGroup
 
     class NoObservers(ObserverGroup):

@@ -1,8 +1,8 @@
-"""What it costs to have a process for an attempt: with all it needs, forked, or kept from the trial before.
+"""The cost of a process for an attempt: started with all imports, forked, or kept from the trial before.
 
 python -m benchmarks.processes [--write]
 
-Each attempt trains one step of nothing and is heard to its end, without a Prefect server and without a target. CPU
+Each attempt trains one empty step and is read to its end, without a Prefect server and without a target. CPU
 is that of all processes together, as a difference between many attempts and few, so that what is paid once does not
 count.
 """
@@ -37,7 +37,7 @@ _NANNIES_LEAVE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Way:
-    """A way to have processes."""
+    """A way to provide processes."""
 
     name: str
     trainable: str
@@ -138,7 +138,7 @@ class _Attempts:
         return time.perf_counter() - began
 
     def said(self, trainable: str) -> list[FromTrial]:
-        """Run an attempt; return what it said."""
+        """Run an attempt; return its output."""
         open_channel = self._pool.process if self._way.forks else supervised_process
         config = {"forks": self._way.forks}
         start = start_of(trainable, self._room, config, steps=self._way.steps)

@@ -1,4 +1,4 @@
-"""An experiment of 100, 1,000 and 10,000 trials: what opening it reads, what an entry costs, what it holds in memory.
+"""An experiment of 100, 1,000 and 10,000 trials: the reads of opening it, the cost of an entry, its memory.
 
     python -m benchmarks.scale [--write] [--trials 100 1000 10000]
 

@@ -1,11 +1,11 @@
-"""What schedulers save, and what their decisions cost.
+"""The training that schedulers save, and the cost of their decisions.
 
     python -m benchmarks.schedulers [--write]
 
 The first table runs each scheduler over 160 recorded trainings (`tests/data/README.md`) in 200 orders, one trial at a
-time, in virtual time. The second counts the CPU time of everything that a schedule is told and asked (new trials,
-milestones, decisions, who has the next slot), per decision, when it has heard of 100, 1,000 and 10,000 trials, 50 of
-them at a time; and of telling a fresh one the history of all 10,000, as a resume does.
+time, in virtual time. The second counts the CPU time of all calls of a schedule (new trials, milestones, decisions, the
+trial for the next slot), per decision, with 100, 1,000 and 10,000 trials so far, 50 of them at a time; and of replaying
+the history of all 10,000 on a new one, as a resume does.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def configs(count: int) -> Iterator[Config]:
 
 
 def decided(scheduler: Scheduler, trials: int) -> tuple[float, float]:
-    """Return the CPU time per decision in microseconds, and that of telling it all again in seconds.
+    """Return the CPU time per decision in microseconds, and that of replaying all calls in seconds.
 
     The first is of the last tenth of all calls up to the last new trial, questions included: then there are as
     many trials as there will be. The best of three, with the garbage of this script out of the way.

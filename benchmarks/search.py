@@ -1,4 +1,4 @@
-"""How close searches come to the least value of a function, and what each proposal and a resume cost (acceptance 2).
+"""The regret of searches on test functions, and the cost of each proposal and of a resume (acceptance 2).
 
     python -m benchmarks.search [--write] [--seeds 20]
 
@@ -42,7 +42,7 @@ def _ours(search: Search) -> Run:
 
 
 def _optunas(problem: Problem, seed: int) -> Regret:
-    """Optuna's own TPE, driven the same way: ask, then tell."""
+    """Optuna's own TPE, driven the same way, by `ask` and `tell`."""
     best, spent, begun = math.inf, 0.0, time.process_time()
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(TRIALS):

@@ -1,4 +1,4 @@
-"""How long a training step waits for its 256 MiB checkpoint, with `commit="sync"` and with `commit="async"`.
+"""The time that a training step waits for its 256 MiB checkpoint, with `commit="sync"` and with `commit="async"`.
 
     python -m benchmarks.stall
 

@@ -1,4 +1,4 @@
-"""The same search with prefect-tune and with Ray Tune, in turns: trials and reports a second, the wait, the CPU time.
+"""The same search with prefect-tune and with Ray Tune, in turns: trials and reports a second, delays, CPU time.
 
     python -m benchmarks.throughput --ray PYTHON [--write] [--rounds 3]
 
@@ -58,7 +58,7 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Peer:
-    """Who searches, by which interpreter, and in which surroundings."""
+    """A library that runs the search: its interpreter, its script, and its environment."""
 
     name: str
     python: str
@@ -126,7 +126,7 @@ def _measured(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
 
 
 def surroundings(prefect_home: Path) -> dict[str, str]:
-    """What both run in: nobody's settings, and modules compiled once, as an installation has them."""
+    """The environment of both: no user settings, and modules compiled once, as an installation has them."""
     odd = ("PREFECT_", "RAY_", "PYTHONDONTWRITEBYTECODE")
     given = {name: value for name, value in os.environ.items() if not name.startswith(odd)}
     return {**given, **_QUIET, "PREFECT_HOME": str(prefect_home)}

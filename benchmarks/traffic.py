@@ -1,4 +1,4 @@
-"""What saving a checkpoint asks of the store: requests and bytes, counted there (acceptance 6).
+"""The store requests and bytes of saving a checkpoint, counted at the store (acceptance 6).
 
     python -m benchmarks.traffic [--write]
 

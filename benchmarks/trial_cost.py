@@ -1,4 +1,4 @@
-"""What one more trial costs: the CPU time of Prefect's engine, of its server, of the search and of the trial's process.
+"""The cost of one more trial: CPU time of Prefect's engine, its server, the search, and the trial's process.
 
     python -m benchmarks.trial_cost [--write] [--rounds 3]
 

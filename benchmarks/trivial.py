@@ -1,4 +1,4 @@
-"""Trainables that train nothing, imported by trials' processes: nothing but what is measured is loaded here."""
+"""Trainables that train nothing, for the processes of trials: this module imports only what is measured."""
 
 from __future__ import annotations
 

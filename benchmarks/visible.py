@@ -1,9 +1,9 @@
-"""What it costs a search to be seen: report, progress, events and assets, against the same search without them.
+"""The cost of a search's visibility: report, progress, events and assets, against the same search without them.
 
     python -m benchmarks.visible [--write] [--rounds 3]
 
-Two trials train at once on two cores, and each step computes for 100 ms: whatever else computes, in the search, in the
-Prefect server or in a thread, makes them slower. Both searches are processes of their own, in turns, and use the same
+Two trials train at once on two cores, and each step computes for 100 ms: any other computation, in the search, in the
+Prefect server or in a thread, slows them down. Both searches are processes of their own, in turns, and use the same
 server, whose CPU time is counted.
 """
 
@@ -33,7 +33,7 @@ _HEAD = ("two trials at a time, each step computes for 100 ms", "without", "with
 
 
 def _units() -> int:
-    """How much work is 100 ms of this machine."""
+    """Return the units of work that take this machine 100 ms."""
     compute(200)
     began = time.process_time()
     compute(1000)

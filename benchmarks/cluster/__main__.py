@@ -1,4 +1,4 @@
-"""Many trials at a time on the workers of a cluster: prefect-tune on Dask with PostgreSQL, and Ray Tune.
+"""Many concurrent trials on the workers of a cluster: prefect-tune on Dask with PostgreSQL, and Ray Tune.
 
     python -m benchmarks.cluster [--ray PYTHON] [--write] [--trials 2000] [--concurrent 64]
 

@@ -1,4 +1,4 @@
-"""The clusters that run the trials, Dask's and Ray's: each part in a control group, to be counted and to be killed."""
+"""The clusters that run the trials, Dask's and Ray's: each part in a control group, to measure and to kill it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def start(self, work: Work) -> None:
-        """Start what does not run; return once it takes work."""
+        """Start the parts that do not run yet; return once the cluster accepts work."""
 
     @abstractmethod
     def kill_worker(self, work: Work) -> None:
@@ -61,7 +61,7 @@ class Cluster(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """What a search connects to."""
+        """The address that a search connects to."""
 
     def search(self, work: Work, act: str) -> subprocess.Popen[bytes]:
         """Start the search: `new`, or the `resume` of one that was killed."""

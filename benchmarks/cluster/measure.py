@@ -99,14 +99,14 @@ def _waits(steps: Sequence[Step], work: Work) -> Mapping[str, Sequence[float]]:
 
 
 def _between(step: int, work: Work) -> str:
-    """What happens after `step`."""
+    """Return what the trial does after `step`."""
     if step % work.save_every == 0:
         return "a checkpoint"
     return "a decision" if step in work.rungs else "a report"
 
 
 def _journaled_lags(work: Work) -> Sequence[float]:
-    """From a report to the journal's entry with the decision, which is written before the trial is told."""
+    """From a report to the journal's entry with the decision, which is written before the trial receives it."""
     with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
         entries = history(store, NAME, side_by_side=transfers)
     return [
@@ -140,7 +140,7 @@ class Disturbed:
 
 
 def disturbed(cluster: Cluster, work: Work) -> Disturbed:
-    """Run the search, kill a worker, kill the machine, resume, and return what came out."""
+    """Run the search, kill a worker, kill the machine, resume, and return the result."""
     cluster.start(work)
     process, all_steps = cluster.search(work, "new"), work.trials * work.steps
     _trained(cluster, process, work, all_steps // 4)

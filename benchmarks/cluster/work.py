@@ -44,7 +44,7 @@ class Work:
 
     @property
     def outcome(self) -> Path:
-        """The file that the process of the search leaves at its end."""
+        """The file that the search's process writes at its end."""
         return Path(self.folder, "outcome.json")
 
     @property
@@ -64,7 +64,7 @@ class Work:
         return replace(self, address=address)
 
     def config(self, x: object) -> dict[str, object]:
-        """Return the configuration of a trial; `x` is drawn, and tells the trials apart."""
+        """Return the configuration of a trial; `x` is drawn, and identifies the trial."""
         return {"x": x, "record": str(self.record), "step_seconds": self.step_seconds}
 
     def json(self) -> str:
@@ -133,7 +133,7 @@ def steps_of(record: Path) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search came out as, as read by its process at its end."""
+    """The result of a search, as its process reads it at its end."""
 
     complete: int
     """Trials that ended at the last step."""

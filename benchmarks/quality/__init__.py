@@ -1,1 +1,1 @@
-"""How good a configuration a search finds for the training time that it spends."""
+"""The quality of the configuration that a search finds for the training time that it spends."""

@@ -1,4 +1,4 @@
-"""How good a configuration searches find for the training time that they spend: ours, Optuna's and Ray Tune's.
+"""The quality of the configurations that searches find for their training time: ours, Optuna's and Ray Tune's.
 
     python -m benchmarks.quality [--peers PYTHON] [--yahpo FOLDER] [--write] [--seeds 30] [--only digits ...]
 

@@ -1,4 +1,4 @@
-"""A search and a scheduler of prefect-tune, asked in the order in which a search's driver asks them."""
+"""A search and a scheduler of prefect-tune, called in the order in which a search's driver calls them."""
 
 from __future__ import annotations
 

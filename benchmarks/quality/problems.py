@@ -1,4 +1,4 @@
-"""What is searched: recorded trainings of a network, and functions whose bias and noise fall with the steps.
+"""The problems: recorded trainings of a network, and functions whose bias and noise fall with the steps.
 
 - `digits`: the 160 recorded trainings of `tests/data/README.md`; a configuration trains as the nearest recorded one, as
   Syne Tune makes a surrogate of a table (Salinas et al. 2022, `KNeighborsRegressor(n_neighbors=1)`).
@@ -56,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a search is to make small: the loss after the last step, which is without noise."""
+    """The objective of a search: the loss after the last step, which is without noise."""
 
     name: str
     title: str

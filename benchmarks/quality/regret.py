@@ -1,4 +1,4 @@
-"""From the reports of a search to what a user would have if it ended then."""
+"""The regret of a search over time: the incumbent that a user would have if the search ended then."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Resettable(pt.Trainable):
     def reset_config(self, config: Config) -> bool:
         self.config, before = config, self.config
         if config.get("fails_in_reset"):
-            self._raise("as it was told")
+            self._raise("as its config says")
         if config.get("in_reset"):
             os.kill(os.getpid(), config["in_reset"])
         if config.get("declines"):
@@ -116,7 +116,7 @@ class Resettable(pt.Trainable):
         if self.config.get("signals") and self.count == 1:
             os.kill(os.getpid(), self.config["signals"])
         if self.config.get("raises"):
-            self._raise("as it was told")
+            self._raise("as its config says")
         hold(self.config.get("gate"))
         found = {
             "pid": os.getpid(),

@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
         LOSS,
     ),
     "brute force": (samplers.BruteForceSampler, FINITE, LOSS),
-    "somebody's own": (RunningSampler, NUMBERS, LOSS),
+    "a user's own": (RunningSampler, NUMBERS, LOSS),
 }
 GAUSS: dict[str, Case] = {
     "Gaussian process": (lambda: samplers.GPSampler(n_startup_trials=5), CONDITIONAL, LOSS),

@@ -397,13 +397,13 @@ import sys, threading, time
 from pathlib import Path
 from typing import Any
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import LogRecorder, messages_of, log_to, start_of
 from tests.trainables.forked import computes, daemonizes
 pool = TrialProcessPool(slots=4)
 def train(trainable):
     start = start_of(trainable, Path(sys.argv[1]), {"witness": sys.argv[2], "gate": "/none"})
-    with pool.process(start, log_to(Hearing())) as channel:
-        heard(channel)
+    with pool.process(start, log_to(LogRecorder())) as channel:
+        messages_of(channel)
 for trainable in (computes, daemonizes):
     threading.Thread(target=train, args=(trainable,), daemon=True).start()
 time.sleep(100)
