@@ -47,7 +47,7 @@ class Measured:
     cpu_seconds: float
     peak_rss_bytes: int
     loaded_rss_bytes: int
-    """Peak before the transfer began: what imports cost."""
+    """Peak before the transfer began: the memory of imports."""
 
 
 def _measure(act: Act) -> Measured:

@@ -65,7 +65,7 @@ class Peer:
     script: str
     environment: Mapping[str, str]
     server: CpuGroup | None = None
-    """Where it is served from, if that is running already."""
+    """The control group of its server, if that runs already."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trainables that train nothing, for the processes of trials: this module imports only what is measured."""
+"""Trainables that train nothing, for the processes of trials: this module imports only the measured package."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STEP_SECONDS = 0.1
 TRIALS, STEPS = 12, 60
 LIMIT = 0.03
 _LIMITED = ("seconds of the search", "CPU seconds in all")
-"""Of the same search the seconds differ by more than the limit from one time to the next; those of the CPU do not."""
+"""Wall seconds of the same search vary by more than the limit from run to run; CPU seconds do not."""
 _HEAD = ("two trials at a time, each step computes for 100 ms", "without", "with everything", "more", "met")
 
 

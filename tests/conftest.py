@@ -59,7 +59,7 @@ _TOGETHER = frozenset(
         "tests/test_packaging.py",
     }
 )
-"""Modules whose tests share something that is costly to make: one worker makes it."""
+"""Modules whose tests share an expensive fixture: one worker runs them all."""
 
 _BROWSER = "tests/browser/"
 """All modules there share a Prefect server with its UI, a process worker and deployments."""

@@ -29,7 +29,7 @@ RECIPES = ROOT / "docs" / "recipes"
 KUBERNETES = RECIPES / "kubernetes.md"
 SPOT = RECIPES / "spot-instances.md"
 WORKERS = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
-"""What Prefect's own server says of the workers of every integration: their templates for jobs among it."""
+"""The records of Prefect's own server about the workers of every integration, with their job templates."""
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:

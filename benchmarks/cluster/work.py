@@ -28,7 +28,7 @@ class Work:
     step_seconds: float
     save_every: int
     folder: str
-    """Where the target, the record of the steps and the outcome are."""
+    """The folder of the target, the record of the steps and the outcome."""
     address: str = ""
     """Of the cluster that runs the trials."""
 

@@ -35,7 +35,7 @@ from benchmarks.tables import README, circumstances, table, write
 
 _SLOTS = 4
 _BUDGETS = (5, 15)
-"""In trainings to the end, of average seconds."""
+"""In complete trainings, of average seconds."""
 _TASKS = ("167168", "189906")
 _PICTURE = README.parents[1] / "docs" / "quality.svg"
 _POINTS, _FIRST = 80, 2.0

@@ -35,7 +35,7 @@ class Panel:
     bands: Mapping[str, Sequence[Point]]
     """By the name of the search."""
     seconds: float
-    """What a training to the end takes on average."""
+    """Average seconds of a complete training."""
 
 
 def drawn(panels: Sequence[Panel], columns: int = 2) -> str:

@@ -65,7 +65,7 @@ class Problem:
     train: Callable[[Config, int], Curve]
     """Of a configuration and a seed for the noise."""
     full_seconds: float
-    """What a training to the end takes on average."""
+    """Average seconds of a complete training."""
     least: float | None
     """The least final loss; None where it is not known."""
 

@@ -51,7 +51,7 @@ class Report:
     step: int
     loss: float
     final: float
-    """What its loss is after the last step, which only the simulation knows."""
+    """Its loss after the last step, which only the simulation knows."""
 
 
 def simulated(tuner: Tuner, problem: Problem, seed: int, slots: int, seconds: float) -> Sequence[Report]:

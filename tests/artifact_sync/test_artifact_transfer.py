@@ -26,7 +26,7 @@ from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.s3_sink import S3Sink
 
-# --------------------------------------------------------------------------------------------- what travels
+# ---------------------------------------------------------------------------------------- transferred files
 
 
 def test_a_directory_arrives_whole(syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_options_of_a_target_are_no_part_of_the_folder_on_it(options: str, l
         assert any("runs/a" in name for name in sink.names())
 
 
-# ---------------------------------------------------------------------------------------- dying and racing
+# --------------------------------------------------------------------------------------- crashes and races
 
 
 @pytest.mark.parametrize("way", Way)

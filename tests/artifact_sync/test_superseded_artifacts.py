@@ -111,7 +111,7 @@ def test_an_index_that_says_no_attempt_is_read_and_gone_on_from(stale: Path, tmp
     assert (index.number, index.attempt) == (2, 1)
 
 
-# -------------------------------------------------------------------------------------------- in an attempt
+# ---------------------------------------------------------------------------------------- within an attempt
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from prefect_tune.core.storage.object_store import Buffer
 from tests.fakes.artifacts import BUCKETS, FILES, REMOTE, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import files_in
 
-# ---------------------------------------------------------------------------------------- one after the other
+# ----------------------------------------------------------------------------------- one sync after the other
 
 
 def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(

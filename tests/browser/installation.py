@@ -33,7 +33,7 @@ class Installation:
 
     api_url: str
     log: Path
-    """What the worker and its runs print."""
+    """The output of the worker and its runs."""
     server_log: Path
 
     @property

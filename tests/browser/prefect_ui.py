@@ -18,7 +18,7 @@ _HEARD_MS = 20_000
 _LOOKS = 12
 _LISTED_MS = 5_000
 _REDRAWN_MS = 500
-"""Until what is drawn on a canvas is drawn again; nothing says when."""
+"""Time for a canvas to be redrawn: the page gives no signal."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from prefect_tune.core.journal.trial_journal import trial_today
 STEPS = 300
 SAVED_EVERY = 25
 LINGERS_AT = SAVED_EVERY + 1
-"""The step from which on the trials take their time: a checkpoint has been committed by then."""
+"""The step from which on the trials are slow: a checkpoint is committed by then."""
 _PATIENCE = timedelta(minutes=4)
 
 

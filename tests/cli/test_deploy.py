@@ -135,7 +135,7 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
     assert "automation  on   prefect-tune: alert on a new best trial\n" in said
     assert "alerts are not installed" not in said
     assert "prefect-tune: alert on a new best trial" in run("deploy", "tune", "--work-pool", POOL).out, (
-        "what is there is kept"
+        "existing automations are kept"
     )
     refused = run("deploy", "tune", *TO, "--notify", "custom-webhook/deploy-alerts")
     assert (refused.code, "leave out --no-automations" in refused.err) == (2, True)

@@ -148,7 +148,7 @@ def test_what_cannot_be_had_is_said_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
-# ------------------------------------------------------------------------------------- limits of Prefect's own
+# ---------------------------------------------------------------------------------------- Prefect's own limits
 
 
 def limited(folder: Path, **options: Any) -> pt.Results:

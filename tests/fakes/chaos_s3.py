@@ -26,7 +26,7 @@ PASSING = (
     Fault.STALL_BODY,
     Fault.STALL,
 )
-"""What may pass: a client may ask again."""
+"""Transient faults: a client may retry."""
 
 REFUSALS = (Fault.REFUSE_403, Fault.EXPIRE_403, Fault.NO_BUCKET)
 

@@ -77,7 +77,7 @@ class FarSearch:
         epoch = self._journal_writer.experiment.epoch
         self._asked.append(StopRequest(write_id="w", at="now", reason="enough", epoch=epoch, trial=trial))
 
-    # ------------------------------------------------------------------------------- what the driver asks
+    # ----------------------------------------------------------------------------- requests of the driver
 
     def is_interrupted(self) -> bool:
         if not self._happens:

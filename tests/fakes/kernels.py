@@ -26,7 +26,7 @@ class Shown:
     updates: list[str] = field(default_factory=list)
     """Every HTML that a display had, in order."""
     streams: str = ""
-    """What it wrote to stdout and stderr."""
+    """Its output on stdout and stderr."""
     result: Mapping[str, str] = field(default_factory=dict)
     """The value of its last expression, by media type."""
     error: str = ""

@@ -197,7 +197,7 @@ class MemoryPosix:
         with self._lock:
             return self._locks.setdefault(self._open[file], file) == file
 
-    # ---------------------------------------------------------------------------------- what lies below
+    # -------------------------------------------------------------------------------------- files below
 
     def _give(self, found: _File | _Folder) -> int:
         with self._lock:

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where a server's database goes: on a disk that is busy with other tests SQLite is locked until it refuses."""
+"""The folder of a server's database: on a disk that is busy with other tests, SQLite locks time out."""
 
 _MIGRATE = """
 import asyncio

@@ -72,7 +72,7 @@ def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromT
             said.append(message)
         if isinstance(message, TrialEnded | Broke):
             return said
-    raise AssertionError(f"not within {seconds:g} s: the end of a trial that said {said}")
+    raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {said}")
 
 
 def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:

@@ -81,7 +81,7 @@ ROADS: Mapping[str, Any] = {
     },
     "deployment": lambda _, __: {"trials": "deployment", "trial_deployment": "other-flow/any"},
 }
-"""What a journal can choose, by name: settings for a payload module and a place that is not to come into being."""
+"""The settings by which a journal can name code: each takes a payload module, and a path that must not be created."""
 
 
 @dataclass(frozen=True)

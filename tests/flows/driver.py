@@ -46,7 +46,7 @@ class Write:
 
     number: int
     is_done: bool
-    """Whether it is done by then."""
+    """Whether the write is done before the driver dies."""
 
 
 @dataclass(frozen=True)

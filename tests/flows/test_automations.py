@@ -316,7 +316,7 @@ def damage(target: LocalTarget, *, step: int) -> None:
     manifest.write_bytes(manifest.read_bytes()[:-2])
 
 
-# ------------------------------------------------------------------------------------------- kill -9, and back again
+# --------------------------------------------------------------------------------------------- restart after kill -9
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.flows.trouble import Trouble
 from tests.trainables.witness import acts_of
 
-# ------------------------------------------------------------------------------------------- whose fault it was
+# ------------------------------------------------------------------------------------------- causes of failures
 
 
 @pytest.mark.parametrize("place", ["step", "setup", "save"])

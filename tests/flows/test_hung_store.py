@@ -99,7 +99,7 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
         _require_identical_end(driver, s3_at_same(target, s3_port))
 
 
-# ------------------------------------------------------------------------------------------------- the liars
+# --------------------------------------------------------------------------------- stores with false replies
 
 
 class _Liar:

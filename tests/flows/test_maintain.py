@@ -65,7 +65,7 @@ def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> 
     return [target / path for path in sorted(paths[step] - others)]
 
 
-# ------------------------------------------------------------------------------------------- what it finds
+# ------------------------------------------------------------------------------------------------ findings
 
 
 def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_the_limits_leave_is_read_next_and_the_report_says_so(target: Path)
     assert [(each.what, each.why) for each in none.not_looked_at] == [("everything", "the time budget was spent")]
 
 
-# -------------------------------------------------------------------------------------------- what it does
+# ------------------------------------------------------------------------------------------------- repairs
 
 
 def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target: Path) -> None:
@@ -337,7 +337,7 @@ def _or_kept(act: Callable[[], None], errors: list[BaseException]) -> Callable[[
     return kept
 
 
-# -------------------------------------------------------------------------------------------- what one sees
+# --------------------------------------------------------------------------------------- the page in the UI
 
 
 def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
     assert run.state.is_completed()
 
 
-# ----------------------------------------------------------------------------------- which run an attempt became
+# ----------------------------------------------------------------------------------------- the run of an attempt
 
 
 def died(api: Api) -> None:

@@ -111,7 +111,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "fork": {"num_samples": 8},
     "stopped": {"stop": {"step": 12}},
 }
-"""What each search is asked for beyond what it has."""
+"""The options by which each search is extended."""
 
 
 @pytest.mark.deep

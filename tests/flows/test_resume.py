@@ -159,7 +159,7 @@ def test_what_cannot_be_forked_is_said_and_nothing_is_written(
     assert not objects(local_target)
 
 
-# ------------------------------------------------------------------------------------- what may and may not be there
+# ---------------------------------------------------------------------------------- existing and missing experiments
 
 
 def test_what_must_be_there_is_not_begun_and_what_must_not_is_not_gone_on_with(local_target: LocalTarget) -> None:
@@ -201,7 +201,7 @@ def test_a_target_that_cannot_be_reached_is_an_error_and_its_state_is_nowhere_el
         searched(target, resume="LOCAL")
 
 
-# ----------------------------------------------------------------------------------------------- what errored
+# --------------------------------------------------------------------------------------------- errored trials
 
 
 def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: Tria
     require_same_training(known(code="0123"), plan, {})
 
 
-# ------------------------------------------------------------------------------------------------- enough
+# ---------------------------------------------------------------------------------------- complete trials
 
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])

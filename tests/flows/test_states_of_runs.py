@@ -72,7 +72,7 @@ def require_states(flow_run: str, expected: Mapping[str, tuple[str, str]]) -> No
     until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
 
 
-# ------------------------------------------------------------------------------------------- how attempts end
+# ------------------------------------------------------------------------------------------- ends of attempts
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -190,7 +190,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
     assert [str(each.status) for each in more.trials.values()] == ["errored", "completed"]
 
 
-# ----------------------------------------------------------------------------------------- what a kill leaves
+# ----------------------------------------------------------------------------------------------- after a kill
 
 
 @pytest.mark.parametrize("flow", ["tune", "durable_trainable"])
@@ -228,7 +228,7 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
     )
 
 
-# -------------------------------------------------------------------------------------------- what the log says
+# ------------------------------------------------------------------------------------------------------ the log
 
 
 @pytest.mark.usefixtures("prefect_server")

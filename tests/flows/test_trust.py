@@ -71,7 +71,7 @@ def test_what_a_journal_chooses_is_neither_imported_nor_opened(
 
 
 _LATE = ("trainable", "trainable of the standard library", "syncer", "place of artifacts", "scheduler", "search")
-"""What would run late; the others would run before Prefect is asked for anything, so that the test above sees them."""
+"""Roads whose code would run late; that of the others would run before any request to Prefect: see the test above."""
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -203,7 +203,7 @@ def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(u
     require_trusted(keyed(untrusted), known.model_copy(update={"settings": signed(settings, "e", key)}), (), ())
 
 
-# ------------------------------------------------------------------------------------ what makes it resume
+# ---------------------------------------------------------------------------------------- accepted resumes
 
 
 def begun(target: StorageTarget, **options: Any) -> pt.Results:

@@ -60,7 +60,7 @@ from prefect_tune.tasks.publish_results import read_curves
 from prefect_tune.tuner.stopping.send_stop_request import stop
 
 KEY = "a key of no secret at all"
-"""What the experiment `signed` is signed with."""
+"""The signing key of the experiment `signed`."""
 OWNER = Owner(name="a test", host="machine", pid=1)
 TRAINABLE = "tests.trainables.decay:Decay"
 _DATA = Path(__file__).parents[1] / "data"
@@ -68,7 +68,7 @@ _FOLDER = "written_by_"
 _PATIENCE = timedelta(minutes=5)
 
 
-# --------------------------------------------------------------------------------- what a release has written
+# ------------------------------------------------------------------------------------- the files of a release
 
 
 class Release:
@@ -93,7 +93,7 @@ def words_on(target: pt.LocalTarget, field: str) -> frozenset[str]:
     return frozenset(word.decode() for document in documents for word in named.findall(document))
 
 
-# --------------------------------------------------------------------------------- what is known of an experiment
+# ------------------------------------------------------------------------------------- the facts of an experiment
 
 
 def facts_of(target: pt.LocalTarget, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 network = torch.nn.Linear(16, 1)
-"""One for the module: in a fork it is a copy, so that each trial begins with the same weights."""
+"""One network for the module: each fork has a copy, so that every trial begins with the same weights."""
 
 
 def train(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -228,7 +228,7 @@ def test_wandb_has_one_run_for_each_trial_with_the_steps_that_count(
     require_offline_run(tmp_path, rows[:1])
 
 
-# ---------------------------------------------------------------------------------------------- none of them
+# --------------------------------------------------------------------------------------- without any of them
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _check_unavailable(outcomes: dict[str, BaseException | None], chaos: Fault) 
         assert isinstance(error, expected), f"{act}: {chaos.name} was reported as {error!r}"
 
 
-# --------------------------------------------------------------------------------------- what may pass
+# ------------------------------------------------------------------------------------ transient faults
 
 _NO_ANSWER = tuple(chaos for chaos in PASSING if chaos is not Fault.HALF_BODY and chaos is not Fault.STALL_BODY)
 
@@ -200,7 +200,7 @@ def test_credentials_that_expire_midway_refuse_and_keep_what_was_written(chaos: 
         assert [listed.path for listed in store.list("")] == ["a", "b"]
 
 
-# ----------------------------------------------------------------------------------------------- lies
+# -------------------------------------------------------------------------------------- false replies
 
 
 def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:

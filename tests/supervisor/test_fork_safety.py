@@ -183,7 +183,7 @@ def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_s
     assert codes == codes[:1] * 2
 
 
-# ------------------------------------------------------------------------------- where forks are not safe, and why
+# ------------------------------------------------------------------------------------ unsafe forks, and the reason
 
 REASONS = {
     "its import started threads that still run: Thread-1 (wait)": """

@@ -119,7 +119,7 @@ def test_a_fork_that_leaves_the_trainable_says_nothing_of_the_trials_end(
     assert found_by(opened, parallel.returns_in_a_fork, tmp_path, raises=raises) == {"where": "in the trial"}
 
 
-# ------------------------------------------------------------------------------------ however the trial ends
+# ------------------------------------------------------------------------------------- each end of the trial
 
 
 def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:

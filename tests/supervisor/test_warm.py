@@ -78,7 +78,7 @@ def acts(witness: Path) -> list[str]:
     return [f"{each.act} {each.step}" for each in acts_of(witness)]
 
 
-# ------------------------------------------------------------------------------------------------- which serve
+# ----------------------------------------------------------------------------------- processes that are reused
 
 
 def test_a_trainable_that_can_be_reset_serves_the_next_trial_as_the_same_object(
@@ -196,7 +196,7 @@ def test_without_a_fork_server_nobody_waits(alone: Callable[..., Any], tmp_path:
     assert acts(witness) == ["setup 1", "cleanup 1"]
 
 
-# ------------------------------------------------------------------------------------------ what does not go along
+# --------------------------------------------------------------------------------------------- state that is reset
 
 
 def test_what_a_trial_left_in_its_process_is_not_there_for_the_next(
@@ -274,7 +274,7 @@ def test_who_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
     assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
 
-# ------------------------------------------------------------------------------------------------------- how many
+# -------------------------------------------------------------------------------------------- number of processes
 
 
 def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:

@@ -169,4 +169,4 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
     court.spends_machine_budget(OWNER_VANISHED)
     court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == []
-    assert court.page.state.trial(_TRIAL).phase is Phase.ERRORED, "or it would kill its machine for ever"
+    assert court.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"

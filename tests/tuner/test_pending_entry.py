@@ -75,7 +75,7 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, w
     acts: list[int] = []
     page.then(lambda: acts.append(len(written.entries)))
     page.write(may_wait=True)
-    assert acts == [1], "it is done once that is written"
+    assert acts == [1], "the action runs once the entry is written"
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_an_endpoint_from_the_environment_needs_tls_or_consent(moto: str, monkey
     assert S3Target(bucket="bucket", allow_http=True, **KEYS).check().ok
 
 
-# ---------------------------------------------------------------------------------------------- what is signed
+# --------------------------------------------------------------------------------------------- signed requests
 
 
 @pytest.mark.parametrize(("signing", "is_signed"), [("without-tls", True), ("never", False), ("always", True)], ids=str)

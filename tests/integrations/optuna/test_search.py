@@ -251,7 +251,7 @@ def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> 
         assert {*_everything(proposals, first=2), tuple(earlier.values())} >= {(a, b) for a in (1, 2) for b in (3, 4)}
 
 
-# ------------------------------------------------------------------------------------------------ what it proposes
+# ------------------------------------------------------------------------------------------------------- proposals
 
 
 def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, ...]]:
@@ -265,7 +265,7 @@ def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, .
         found[tuple(suggestion.config.values())] += 1
         if number - 3 >= first:
             proposals.ended(number - 3, report(loss=0.0), failed=False)
-    raise AssertionError("it never ends")
+    raise AssertionError("the search never ends")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_sampler_that_was_used_before_begins_anew() -> None:
     assert Experiment(OptunaSearch(used, 8), space).run(8) == Experiment(fresh, space).run(8)
 
 
-# -------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_without_optuna_the_import_says_what_to_install() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ and besides
+# -------------------------------------------------------------------------------------------------- other behaviour
 
 
 def test_optuna_says_nothing_and_is_as_talkative_afterwards_as_before() -> None:

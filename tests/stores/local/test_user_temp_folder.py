@@ -186,7 +186,7 @@ def test_a_shortage_of_this_process_is_not_taken_for_another_users_folder(monkey
         user_folder()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems may not have what it takes")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs features of Linux")
 def test_trees_are_removed_by_open_folders_which_nobody_can_exchange_for_links() -> None:
     assert shutil.rmtree.avoids_symlink_attacks
 

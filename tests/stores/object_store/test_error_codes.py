@@ -148,7 +148,7 @@ def test_what_no_vendor_documents_is_judged_by_its_status(
             assert type(error) is (StoreUnavailable if passes else StoreRefused), error
 
 
-# ------------------------------------------------------------------------------------- where the code stands
+# ------------------------------------------------------------------------------------- the place of the code
 
 
 def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
@@ -209,7 +209,7 @@ def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> No
         store.delete(["b"])
 
 
-# ----------------------------------------------------------------------------- what the vendors' documents say
+# ------------------------------------------------------------------------------- by the vendors' documentation
 
 _CORRECTED = [
     ("gcs", 400, "CrcMismatch", StoreUnavailable),  # what was sent was altered on the way

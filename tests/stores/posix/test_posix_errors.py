@@ -30,7 +30,7 @@ NEEDED = {
     "list": ["names"],
     "delete": ["unlink"],
 }
-"""The calls that each act of a store cannot do without."""
+"""The system calls that each operation of a store needs."""
 
 
 class Failing(OsCalls):

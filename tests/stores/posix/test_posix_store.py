@@ -54,7 +54,7 @@ def _acts(store: ObjectStore, path: str) -> dict[str, Callable[[], object]]:
     }
 
 
-# ----------------------------------------------------------------------------------------- what is not there
+# -------------------------------------------------------------------------------------------- absent objects
 
 
 @pytest.mark.parametrize("act", ["create", "put", "read", "size", "list", "delete"])
@@ -150,7 +150,7 @@ def test_a_pipe_under_an_objects_name_is_refused_at_once(store: PosixStore, tmp_
     assert store.list("") == []
 
 
-# --------------------------------------------------------------------------------------------- what it leaves
+# -------------------------------------------------------------------------------------------------- leftovers
 
 
 def test_nothing_but_the_object_is_left(store: PosixStore, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_nothing_is_begun_or_published_after_the_deadline(tmp_path: Path) -> Non
     assert PosixStore(tmp_path).size("a") is None
 
 
-# --------------------------------------------------------------------------------------------- real refusals
+# ----------------------------------------------------------------------------- refusals of real file systems
 
 
 @pytest.fixture

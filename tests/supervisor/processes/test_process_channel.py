@@ -86,7 +86,7 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
         TrialChannel(near, Body()).receive(SOON)
 
 
-# -------------------------------------------------------------------------------------- a process of its own
+# ----------------------------------------------------------------------------------------- in a real process
 
 
 def test_an_answer_that_comes_as_the_channel_closes_need_not_be_heard(wire: tuple[Connection, Connection]) -> None:

@@ -59,7 +59,7 @@ def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
     return lambda: [each for each in acts_of(witness) if each.act == act]
 
 
-# ------------------------------------------------------------------------------------ what a trial finds there
+# ---------------------------------------------------------------------------------- the environment of a trial
 
 
 def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own(
@@ -178,7 +178,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
         assert isinstance(messages_of(channel)[-1], TrialEnded)
 
 
-# ------------------------------------------------------------------------------------------------ what it says
+# ----------------------------------------------------------------------------------------- messages and output
 
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
@@ -236,7 +236,7 @@ def test_a_trial_is_told_to_stop_and_says_what_it_raised(pool: TrialProcessPool,
     assert "shapes differ" in broke.message
 
 
-# ------------------------------------------------------------------------------------------- that nothing stays
+# ------------------------------------------------------------------------------------------------- no leftovers
 
 
 def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
@@ -430,7 +430,7 @@ def test_everything_is_gone_a_second_after_the_supervisor_was_killed_be_it_in_c_
             assert time.monotonic() - killed < 1
 
 
-# -------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def test_a_machine_without_room_for_another_process_is_said_to_be_one() -> None:
