@@ -104,7 +104,7 @@ def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
 
 
 class _Watched:
-    """A store, and the CPU time of what is done with it."""
+    """A store that measures the CPU time of its calls."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()

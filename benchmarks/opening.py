@@ -45,7 +45,7 @@ class Measured:
 
 
 class _Counted:
-    """A store, and what was read of it."""
+    """A store that counts its reads."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner

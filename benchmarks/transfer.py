@@ -65,7 +65,7 @@ Runs = Mapping[tuple[str, str], Sequence[Run]]
 
 @contextmanager
 def _room() -> Iterator[Path]:
-    """A folder in memory, so that a disk is not what is measured."""
+    """A folder in memory, so that no disk is measured."""
     shared = Path("/dev/shm")
     room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir=shared if shared.is_dir() else None))
     try:

@@ -113,7 +113,7 @@ def _stored(server: Peer) -> Sequence[int]:
 
 
 def _costs(server: Peer, work: _Work, rounds: int, room: Path) -> tuple[_Cost, _Cost]:
-    """Return what one more costs, and what is paid once; medians of the rounds."""
+    """Return the cost of one more trial or task, and the fixed cost; medians of the rounds."""
     found = []
     for _ in range(rounds):
         fewer, more = (_used(server, work, count, room) for count in (_FEW, _MANY))

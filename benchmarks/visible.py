@@ -78,7 +78,7 @@ def main() -> None:
     given, units = asked.parse_args(), _units()
     found: dict[str, list[Mapping[str, float]]] = {"plain": [], "shown": []}
     with tempfile.TemporaryDirectory() as home, prefect_server(sys.executable, surroundings(Path(home))) as server:
-        _searched(server, "shown", max(1, units // 20))  # what is done once is done now
+        _searched(server, "shown", max(1, units // 20))  # one-time work happens here
         for _ in range(given.rounds):
             for shown, measured in found.items():
                 measured.append(_searched(server, shown, units))

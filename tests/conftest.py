@@ -42,7 +42,7 @@ os.environ |= {
 }
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts: some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# A slow machine fails no test: Hypothesis judges what is right, not what is fast.
+# A slow machine fails no test: Hypothesis checks correctness, not speed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 

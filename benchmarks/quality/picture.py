@@ -20,7 +20,7 @@ _PENS = (
     Pen(VIOLET, 2, dash="9 3 2 3"),
     Pen(GREY, 1.6, dash="4 4"),
 )
-"""The dashes differ too, for readers who see no colours."""
+"""The dashes differ too, for readers without colour vision."""
 _PANEL, _GAP, _HEAD = (400.0, 230.0), 46.0, 34.0
 _SHADE = 0.1
 _LOG_FROM = 30.0

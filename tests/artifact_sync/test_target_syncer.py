@@ -63,7 +63,7 @@ def test_a_sync_that_takes_too_long_is_ended_and_never_followed_by_a_second_writ
 
 
 class _Deaf(Bucket):
-    """Breaks the contract: its writes outlast every deadline."""
+    """Breaks the contract of a store: its writes outlast every deadline."""
 
     def put(self, path: str, data: Buffer) -> None:
         self.timeout = timedelta(minutes=1)

@@ -26,7 +26,7 @@ LOG = logging.getLogger("artifacts")
 
 
 class Unreadable(Bucket):
-    """A bucket that takes writes, and answers no read while it is `away`."""
+    """A bucket that accepts writes, and fails reads while it is `away`."""
 
     away = False
 

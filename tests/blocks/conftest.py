@@ -30,7 +30,7 @@ def load(kind: Any, name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing that this machine has set up is seen or asked, its instance metadata service least of all."""
+    """Hide this machine's cloud settings, above all its instance metadata service."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -63,7 +63,7 @@ def rclone() -> str:
 
 @pytest.fixture
 def rclone_s3(rclone: str, tmp_path: Path) -> Iterator[str]:
-    """An S3 server that takes `If-None-Match` and does not care."""
+    """An S3 server that accepts `If-None-Match` and ignores it."""
     (tmp_path / "served" / "bucket").mkdir(parents=True)
     port = free_port()
     key = f"{KEYS['access_key_id']},{KEYS['secret_access_key']}"

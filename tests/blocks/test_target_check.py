@@ -28,7 +28,7 @@ SECRET = "secret-of-mine"
 
 
 class Target:
-    """The least that a check asks of a target."""
+    """The smallest target that `check()` accepts."""
 
     uri: ClassVar[str] = "shelf://third"
 

@@ -52,7 +52,7 @@ def _found() -> str:
 
 @pytest.fixture
 def ui(installation: Installation, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Ui]:
-    """A tab of its own. When a test fails, what it shows is among the pictures; it prints what was refused, and why."""
+    """A browser tab. When a test fails, a picture of it is kept, and refused requests are printed with reasons."""
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     context.set_default_timeout(_PATIENCE_MS)
     context.add_init_script(_FEW_FRAMES)

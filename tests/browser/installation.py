@@ -29,7 +29,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Installation:
-    """A server that answers, and a worker on it that runs what is deployed."""
+    """A server that answers, and a worker that runs its deployments."""
 
     api_url: str
     log: Path

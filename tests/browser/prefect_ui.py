@@ -77,7 +77,7 @@ class DeploymentPage:
 
 @dataclass(frozen=True)
 class Form:
-    """Fields for what a schema describes, in a page or in a dialog."""
+    """The fields of a schema, in a page or in a dialog."""
 
     page: Page
     place: Locator
@@ -104,7 +104,7 @@ class Form:
         self.page.get_by_role("option", name=option, exact=True).click()
 
     def tab(self, title: str, kind: str) -> None:
-        """Say which kind of value the field is to have."""
+        """Choose the kind of value for the field."""
         self.field(title).get_by_role("tab", name=kind, exact=True).click()
 
 
@@ -135,7 +135,7 @@ class RunPage:
         return UUID(self.page.url.partition("/flow-run/")[2][:36])
 
     def shows(self, state: str) -> None:
-        """Wait until it shows the state of this name."""
+        """Wait until the page shows the state of this name."""
         self.page.locator("main").locator('[data-slot="badge"]').get_by_text(state, exact=True).first.wait_for()
 
     def logs(self, text: str) -> None:

@@ -33,7 +33,7 @@ def cancelled(installation: Installation, tmp_path_factory: pytest.TempPathFacto
     return search, installation.start("tune", **search.parameters)
 
 
-@pytest.mark.usefixtures("killed", "cancelled")  # they get going meanwhile
+@pytest.mark.usefixtures("killed", "cancelled")  # they start meanwhile
 def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larger_budget(
     ui: Ui, installation: Installation, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ _CONTRAST = """
     }))
 }
 """
-"""The smallest contrast of a text and what is behind it, as WCAG defines it."""
+"""The smallest contrast of a text with its background, as WCAG defines it."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_notebook_is_readable(notebook: NotebookNode, chromium: Browser, theme
 
 
 def _is_within_its_cell(page: Page) -> bool:
-    """Whether nothing makes the page wider than the window: what is too wide scrolls in its cell."""
+    """Whether the page fits the window's width: wider content scrolls in its cell."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 

@@ -27,7 +27,7 @@ GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
 
 
 class Shelf:
-    """The blocks that are saved, by id."""
+    """The saved blocks, by id."""
 
     def slug(self, document: str) -> str | None:
         saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}

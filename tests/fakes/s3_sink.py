@@ -117,7 +117,7 @@ class S3Sink:
         return sum(request.bytes_out for request in tuple(self.log))
 
     def reset(self) -> None:
-        """Forget what was counted; keep the objects."""
+        """Reset all counts; keep the objects."""
         self.log.clear()
 
     def prefault(self, size_bytes: int) -> None:

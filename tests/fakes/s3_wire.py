@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 
 class Source:
-    """Bytes that come in order; what was read beyond the last answer stays in `ahead`."""
+    """Bytes that come in order; bytes read beyond the last answer stay in `ahead`."""
 
     def __init__(self) -> None:
         self.ahead = bytearray()

@@ -20,12 +20,12 @@ def trial(name: str = "00000", **facts: object) -> Trial:
 
 
 def started(callback: Callback, *, name: str = "00000", from_step: int = 0) -> None:
-    """Have an attempt of a trial begin after `from_step`."""
+    """Start an attempt of a trial after `from_step`."""
     callback.on_trial_start(trial(name), Started(trial=name, attempt=1, from_step=from_step))
 
 
 def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: object) -> None:
-    """Have a trial report a step; its loss falls as 1 / step."""
+    """Report a step of a trial; its loss falls as 1 / step."""
     reported: Mapping[str, object] = {"loss": 1 / step, **metrics}
     callback.on_trial_result(
         trial(name, step=step), StepReport(step=step, metrics=reported, trained_seconds=step * 0.5)
@@ -33,15 +33,15 @@ def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: 
 
 
 def killed(callback: Callback, *, name: str = "00000") -> None:
-    """Have the machine end the attempt."""
+    """End the attempt, as when the machine kills it."""
     callback.on_trial_recover(trial(name), AttemptEnded(trial=name, cause=Cause.MACHINE, message="killed"))
 
 
 def finished(callback: Callback, *, name: str = "00000", **facts: object) -> None:
-    """Have a trial be done."""
+    """Complete a trial."""
     callback.on_trial_complete(trial(name, **facts), Finished(trial=name, reason="had enough"))
 
 
 def errored(callback: Callback, *, name: str = "00000") -> None:
-    """Have a trial be given up."""
+    """Give a trial up after its last error."""
     callback.on_trial_error(trial(name), GaveUp(trial=name, cause=Cause.USER, message="ValueError: in a mood"))

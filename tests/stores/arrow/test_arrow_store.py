@@ -61,7 +61,7 @@ class TestArrowStoreOnS3(StoreContract):
     def store(self, sink: S3Sink) -> ArrowStore:
         return ArrowStore(_s3(sink), "bucket/root")
 
-    @pytest.mark.deep  # nothing is slower than pyarrow's deletes, which are three requests each
+    @pytest.mark.deep  # pyarrow's deletes are the slowest: three requests each
     def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
         super().test_a_listing_has_all_of_more_than_a_thousand_entries(store)
 
