@@ -1,4 +1,4 @@
-"""The program itself: its help, and the commands about targets."""
+"""The program itself: its help, `blocks check`, `blocks register`, and the exit codes of `demo`."""
 
 from __future__ import annotations
 

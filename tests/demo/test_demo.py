@@ -1,4 +1,4 @@
-"""The demo: its claims are measured, and it is fast enough."""
+"""The demo: its claims are measured, and the whole command works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many concurrent trials on Dask workers, with a Prefect server on PostgreSQL; some of the workers are killed."""
+"""Many concurrent trials on Dask workers, with a Prefect server on PostgreSQL; a worker and a machine are killed."""
 
 from __future__ import annotations
 

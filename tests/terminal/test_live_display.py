@@ -1,4 +1,4 @@
-"""A live table in a real pseudo terminal: resizes, crashes, a slow reader."""
+"""A live table in a real pseudo terminal: other output, hang-ups, broken pipes, a slow reader."""
 
 from __future__ import annotations
 

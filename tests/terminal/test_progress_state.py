@@ -1,4 +1,4 @@
-"""The progress of a running search: counts, best trial, time left."""
+"""The progress of a running search: counts, best trial, rates, rungs, notes."""
 
 from __future__ import annotations
 
