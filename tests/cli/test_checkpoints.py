@@ -98,9 +98,9 @@ def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked
     stray.write_bytes(b"stray")
     listed = json.loads(run("gc", own_moods, "moods", "--json").out)
     found = {each["trial"]: each for each in listed["trials"]}
-    assert (listed["deleted"], found["00003"]["orphan_count"], found["00003"]["orphan_bytes"]) == (False, 1, 8)
+    assert (listed["deleted"], found["00003"]["orphan_count"], found["00003"]["orphan_bytes"]) == (False, 1, 5)
     assert stray.exists()
     done = run("gc", own_moods, "moods", "--delete")
-    assert done.out.endswith("deleted: 1 object, 8 B\n")
+    assert done.out.endswith("deleted: 1 object, 5 B\n")
     assert not stray.exists()
     assert run("verify", own_moods, "moods").code == 0

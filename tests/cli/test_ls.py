@@ -42,7 +42,6 @@ def test_a_traceback_is_printed_as_it_is_however_narrow_the_terminal(run: Run, m
     reason = json.loads(run("show", moods, "moods", "--trial", "00000", "--json").out)["reason"]
     out = run("show", moods, "moods", "--trial", "00000", columns=40).out
     assert out.endswith(f"\n\n{reason.strip()}\n")
-    assert "…" not in out
     assert "ValueError: in a mood" in out.partition("\nconfig")[0]
 
 
