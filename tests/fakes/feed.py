@@ -11,16 +11,16 @@ import httpx
 
 _PERSISTED_SECONDS = 90.0
 _OURS = ("prefect-tune.", "prefect.asset.")
-_KINDS = ("prefect-tune.experiment.", "prefect-tune.trial.", "")  # an asset's identifier is its URI
+_KINDS = ("prefect-tune.experiment.", "prefect-tune.trial.", "prefect.automation.", "")  # an asset is named by its URI
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Events about one experiment."""
+    """Events about one experiment, or one automation."""
 
     api_url: str
     about: str
-    """The URI of the experiment's folder."""
+    """The URI of the experiment's folder, or the id of the automation."""
 
     def read(self, *prefixes: str) -> list[dict[str, Any]]:
         """Return the events so far, oldest first."""

@@ -78,7 +78,12 @@ def page(key: str) -> str:
     return str(artifacts(key)[-1].data)
 
 
-def searched(folder: Path, name: str, trainable: type[pt.Trainable] = DigitsTable, **options: Any) -> pt.Results:
+def searched(
+    folder: Path,
+    name: str,
+    trainable: type[pt.Trainable] | str = "tests.trainables.digits_table:DigitsTable",
+    **options: Any,
+) -> pt.Results:
     common: dict[str, Any] = {
         "space": {"row": pt.randint(0, 159)},
         "target": str(folder / "target"),
