@@ -136,6 +136,7 @@ def test_each_page_on_searches_and_results_works_from_top_to_bottom(
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.deep
 def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefect_server: str, tmp_path: Path) -> None:
     descent, *rest = blocks_of(OWN_FLOWS)
     (tmp_path / "descent.py").write_text(descent.code)
@@ -173,6 +174,7 @@ def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
     assert events_table() in EVENTS.read_text()
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
@@ -236,6 +238,7 @@ def test_the_page_on_optuna_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.deep
 def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     write_experiment(tmp_path / "runs", "first", [20, 40], quarantined=(40,))
     write_experiment(tmp_path / "runs", "nightly-1", [1, 2])

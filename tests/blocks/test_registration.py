@@ -165,7 +165,9 @@ def test_a_server_that_does_not_answer_is_no_missing_block() -> None:
     )
     environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_CLIENT_MAX_RETRIES": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("unavailable: 's3-target/prod': the Prefect server at http://127.0.0.1:9/api, which"), done.stderr
+    assert done.stdout.startswith(
+        "unavailable: 's3-target/prod': the Prefect server at http://127.0.0.1:9/api, which"
+    ), done.stderr
 
 
 def test_the_command_registers_every_block_with_a_remote_server(prefect_server: str) -> None:

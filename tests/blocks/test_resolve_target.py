@@ -151,7 +151,9 @@ def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypat
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_misspelt_block_is_one_error_that_lists_what_is_saved_and_has_no_chain_of_tracebacks() -> None:
-    with pytest.raises(InvalidInput, match=r"no such block is saved .*: (there is none of type|those of type) azure-target"):
+    with pytest.raises(
+        InvalidInput, match=r"no such block is saved .*: (there is none of type|those of type) azure-target"
+    ):
         resolve_target("azure-target/prod")
     for name in ("prod", "staging"):
         save(S3Target(bucket="bucket"), name)

@@ -14,6 +14,7 @@ from tests.fakes.pages import ROOT, blocks_of, run_blocks
 PAGE = ROOT / "docs" / "cli.md"
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_the_search_on_the_page_works_from_beginning_to_end(prefect_server: str, tmp_path: Path) -> None:
     done = run_blocks(blocks_of(PAGE), tmp_path, {"PREFECT_API_URL": prefect_server})
