@@ -19,13 +19,13 @@ from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.local_target import LocalTarget
 from prefect_tune.core.did_you_mean import did_you_mean, nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.stores.locations.local_folder import BLOCK_SLUG
 from prefect_tune.stores.locations.open_location import read_uri
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
 )
 """Advice for errors when no Prefect server is configured."""
-_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -111,7 +111,7 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         location = read_uri(value)
         kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
         return kind._at(value, location)  # noqa: SLF001  as above
-    slug = _SLUG.fullmatch(value)
+    slug = BLOCK_SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
 
 

@@ -19,16 +19,30 @@ NAMES = [name for names in COMMANDS.values() for name in names]
 GROUPS = [["blocks", "register"], ["blocks", "check"]]
 
 
-def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
+def imported_by(*command: object) -> tuple[str, set[str]]:
+    """Return what a command prints, and which heavy packages it imports, in a process of its own."""
     code = (
-        "import sys; sys.argv = ['prefect-tune', '--help']; from prefect_tune.cli import main\n"
+        f"import sys; sys.argv = ['prefect-tune', *{list(map(str, command))}]; from prefect_tune.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'numpy') if name in sys.modules])"
+        "print(*[name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("[]")
-    assert "export" in done.stdout
+    *printed, names = done.stdout.splitlines()
+    return "\n".join(printed), set(names.split())
+
+
+def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
+    printed, imported = imported_by("--help")
+    assert "export" in printed
+    assert imported == set()
+
+
+@pytest.mark.parametrize("command", ["show", "checkpoints", "verify"])
+def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
+    printed, imported = imported_by(command, target, "digits")
+    assert "6" in printed
+    assert imported == set()
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

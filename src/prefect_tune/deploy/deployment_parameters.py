@@ -27,12 +27,12 @@ from prefect_tune.parameters.json_specs import scheduler_from, search_from, with
 from prefect_tune.parameters.resume_mode import resuming
 from prefect_tune.parameters.samples_per_run import require_one_count
 from prefect_tune.parameters.search_plan import valid_bound
+from prefect_tune.stores.locations.local_folder import BLOCK_SLUG
 from prefect_tune.trust.require_trusted import trusted_here
 from prefect_tune.tuner.run_search import begun
 from prefect_tune.tuner.warm_start import source_names
 
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
-_SLUG = re.compile(r"[a-z0-9-]+/[^/\s]+")
 
 
 class Blocks(Protocol):
@@ -50,7 +50,7 @@ class SavedBlocks:
 
     def slug(self, document: str) -> str | None:
         try:
-            if _SLUG.fullmatch(document):
+            if BLOCK_SLUG.fullmatch(document):
                 kind, name = document.split("/")
                 self._client.read_block_document_by_name(name, kind, include_secrets=False)
                 return document
@@ -151,7 +151,7 @@ def _named(target: object, where: str, blocks: Blocks) -> str:
     if template := _TEMPLATE.fullmatch(target.strip()):
         return _saved({"block_document_slug": f"{template[1]}/{template[2]}"}, where, blocks)
     validate_target(target)
-    if _SLUG.fullmatch(target):
+    if BLOCK_SLUG.fullmatch(target):
         return _saved({"block_document_slug": target}, where, blocks)
     return _said(where, resolve_target(target))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.storage.layout import JournalKey, below
+from prefect_tune.stores.locations.local_folder import LocalFolder
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -20,12 +21,14 @@ _LOOK = timedelta(seconds=5)
 _MOST = 5
 
 
-def require_folder(place: StorageTarget) -> None:
+def require_folder(place: StorageTarget | LocalFolder) -> None:
     """Require that the folder of a target on this machine exists, as far as this user may know.
 
     Raises:
         InvalidInput: it does not. The message has the folder beside it with a similar name, or some that are there.
     """
+    if isinstance(place, LocalFolder):
+        return
     from prefect_tune.blocks import LocalTarget
 
     if isinstance(place, LocalTarget) and not place.may_hang and _is_missing(folder := Path(place.path)):
@@ -39,7 +42,7 @@ def _is_missing(folder: Path) -> bool:
         return False
 
 
-def experiments_nearby(place: StorageTarget, paths: Iterable[str]) -> str:
+def experiments_nearby(place: StorageTarget | LocalFolder, paths: Iterable[str]) -> str:
     """Return where there are experiments, for a target without any: below it, or in a place of a similar name.
 
     Args:
@@ -48,6 +51,8 @@ def experiments_nearby(place: StorageTarget, paths: Iterable[str]) -> str:
     """
     if folders := sorted({each for each in _folders(paths) if each}):
         return f"; there are some at {', '.join(below(place.uri, each) for each in folders[:_MOST])}"
+    if isinstance(place, LocalFolder):
+        return ""
     with suppress(TuneError):
         return _similar_prefix(place)
     return ""

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.messages.live_status import ExperimentView
     from prefect_tune.core.storage.object_store import ObjectStore
+    from prefect_tune.stores.locations.local_folder import LocalFolder
 
 _TIMEOUT = timedelta(minutes=30)
 
 
-def place_at(target: str) -> StorageTarget:
-    """Return the target; it is not created if it is missing."""
+def place_at(target: str) -> StorageTarget | LocalFolder:
+    """Return the target; it is not created if it is missing. A folder that exists needs no import of Prefect."""
+    from prefect_tune.stores.locations.local_folder import local_folder
+
+    if folder := local_folder(target):
+        return folder
     from prefect_tune.blocks import resolve_existing
 
     return resolve_existing(target)
