@@ -31,7 +31,7 @@ ALL_PYTHONS := 3.11 3.12 3.13
 NEWER_PYTHONS := 3.12 3.13
 # What hangs on the interpreter most, and needs no server: values, JSON, locks, files, schedulers, the search.
 QUICK_TESTS := tests/core/search tests/core/test_models.py tests/core/messages/test_process_messages.py \
-	tests/core/test_golden.py tests/core/journal/test_journal.py tests/core/experiment/test_trial_transitions.py \
+	tests/core/documents/test_golden.py tests/core/journal/test_journal.py tests/core/experiment/test_trial_transitions.py \
 	tests/core/test_texts_and_numbers.py tests/stores/posix/test_posix_store.py tests/stores/local/test_file_lock.py \
 	tests/stores/local/test_scratch.py tests/stores/local/test_staging.py tests/stores/local/test_user_temp_folder.py
 FIND_PYTHON = for each in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python; do \
@@ -53,9 +53,9 @@ PREFECTS := oldest newest
 PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' pyproject.toml).0"
 PREFECT_newest = --upgrade "prefect>=3,<4"
 # What hangs on Prefect most: suspend, forms, retries, deployments, calls, artifacts, assets, the server of a script.
-PREFECT_TESTS := tests/prefect_api tests/suspension tests/deploy tests/cli/test_deploy.py \
-	tests/monitoring/test_live_report.py tests/flows/test_last_form.py tests/flows/test_asking_here.py \
-	tests/flows/test_suspension.py tests/flows/test_deployed.py tests/flows/test_extending.py
+PREFECT_TESTS := tests/prefect_api tests/suspension tests/deploy tests/cli/search/test_deploy.py \
+	tests/monitoring/test_live_report.py tests/flows/resuming/test_last_form.py tests/flows/resuming/test_asking_here.py \
+	tests/flows/resuming/test_suspension.py tests/flows/deployments/test_deployed.py tests/flows/resuming/test_extending.py
 
 test-prefect:  ## what hangs on Prefect most, on the oldest and the newest Prefect allowed
 	@failed=0; for which in $(PREFECTS); do \

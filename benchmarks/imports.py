@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.cpu_group import cpu_group, sampling
-from benchmarks.peers_real import Work
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.cpu_group import cpu_group, sampling
+from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.peers.real import Work
 from benchmarks.throughput import surroundings
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ class Measured:
 def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]) -> Measured:
     with tempfile.TemporaryDirectory() as room, cpu_group() as group, (Path(room) / "log").open("w+") as log:
         memory = [0.0]
-        command = [python, "-m", "benchmarks.peers_real", peer, json.dumps(asdict(replace(work, room=room)))]
+        command = [python, "-m", "benchmarks.peers.real", peer, json.dumps(asdict(replace(work, room=room)))]
         began = time.monotonic()
         with sampling(lambda: memory.append(group.memory_mib()), every_seconds=0.5):
             path = {"PYTHONPATH": str(_REPOSITORY)}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.long_search [--write] [--trials 100 1000 10000] [--scheduler asha]
 
-The crew is an actor (`tests/fakes/acting_crew.py`): trials say at once what real ones say in hours, and everything
-else is real: flow, tasks, search, scheduler, journal, on a target in memory (/dev/shm). Each size is run by a process
-of its own, and resumed by another one, which is asked for one more sample.
+The executor is a fake (`tests/fakes/searches/instant_executor.py`): its trials report at once what real ones report in
+hours. Everything else is real: flow, tasks, search, scheduler, journal, on a target in memory (/dev/shm). Each size is
+run by a process of its own, and resumed by another one, which is asked for one more sample.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.resident import resident_bytes
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.resident import resident_bytes
+from benchmarks.measuring.tables import circumstances, table, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _NAME = "long"
@@ -77,7 +77,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
 
     import prefect_tune as pt
     from prefect_tune.tuner import run_search
-    from tests.fakes.acting_crew import ActingCrew
+    from tests.fakes.searches.instant_executor import InstantExecutor
 
     schedulers = {
         "fifo": pt.FIFO(),
@@ -86,7 +86,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     }
     space = {"lr": pt.loguniform(1e-4, 1e-1), "width": pt.choice([32, 64, 128]), "act": "relu", "betas": [0.9, 0.999]}
     meter = _Meter()
-    executor = ActingCrew(_STEPS, meter.started)
+    executor = InstantExecutor(_STEPS, meter.started)
     with (
         prefect_test_harness(server_startup_timeout=300),
         patch.object(run_search, "LocalExecutor", lambda *_args, **_options: executor),
@@ -96,7 +96,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
         meter.began = (time.perf_counter(), time.process_time())
         if act == "run":
             results = pt.tune(
-                "benchmarks.trivial:train",
+                "benchmarks.measuring.trivial:train",
                 space=space,
                 target=target,
                 experiment=_NAME,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import start_of, supervised_process
@@ -50,9 +50,9 @@ class Way:
 
 WAYS = (
     Way("a Python that does nothing, for comparison", "", 40),
-    Way("a process of its own", "benchmarks.trivial:train", 25, is_weighed=True),
-    Way("forked", "benchmarks.trivial:train", 200, forks=True, is_weighed=True),
-    Way("kept (`reset_config`)", "benchmarks.trivial:Resettable", 500, forks=True, steps=1),
+    Way("a process of its own", "benchmarks.measuring.trivial:train", 25, is_weighed=True),
+    Way("forked", "benchmarks.measuring.trivial:train", 200, forks=True, is_weighed=True),
+    Way("kept (`reset_config`)", "benchmarks.measuring.trivial:Resettable", 500, forks=True, steps=1),
 )
 
 
@@ -160,7 +160,7 @@ def _memory_mib(way: Way) -> float | None:
         attempts = _Attempts(way, Path(room))
         with attempts:
             for _ in range(FEW):
-                said = attempts.said("benchmarks.trivial:weigh")
+                said = attempts.said("benchmarks.measuring.trivial:weigh")
                 weights += [float(str(each.report.metrics["mib"])) for each in said if isinstance(each, StepDone)]
     return statistics.median(weights)
 

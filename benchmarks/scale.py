@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from benchmarks.long_history import History, write_history
-from benchmarks.opening import Measured
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.long_history import History, write_history
+from benchmarks.measuring.opening import Measured
+from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.stores.local.staging import transfer_pool
-from tests.fakes.object_stores import object_store
-from tests.fakes.s3_sink import S3SinkProcess
+from tests.fakes.servers.s3_sink import S3SinkProcess
+from tests.fakes.stores.object_stores import object_store
 
 _REPOSITORY = Path(__file__).parents[1]
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -74,7 +74,7 @@ def _upload(history: History, endpoint: str) -> None:
 
 
 def _opened(act: str, *where: str) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.opening", act, *where]
+    command = [sys.executable, "-m", "benchmarks.measuring.opening", act, *where]
     done = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
     return Measured(**json.loads(done.stdout))
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -27,8 +27,8 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
-from tests.fakes import digits
-from tests.fakes.virtual_driver import Config, Outcome, State, VirtualRun, World
+from tests.fakes.searches import digits
+from tests.fakes.searches.virtual_driver import Config, Outcome, State, VirtualRun, World
 
 Call: TypeAlias = tuple[str, tuple[object, ...]]
 CHANGES = {"added", "decide", "resumed", "ended"}

@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 import optuna
 
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -28,7 +28,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.core.schedulers.test_pbt import best_of_the_toy
-from tests.fakes.functions import BRANIN, HARTMANN, Problem, Regret, regret
+from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, Regret, regret
 
 TRIALS = 100
 RECALLED = 1000

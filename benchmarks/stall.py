@@ -47,7 +47,7 @@ def main() -> None:
     from prefect_tune.blocks import S3Target, SyncConfig
     from prefect_tune.core.experiment.retention import Retention
     from prefect_tune.flows.durable_trainable import durable_trainable
-    from tests.fakes.s3_sink import S3SinkProcess
+    from tests.fakes.servers.s3_sink import S3SinkProcess
 
     print("| store latency | sync, s | async, own directory | async, new_checkpoint_dir |")
     print("|---|---|---|---|")

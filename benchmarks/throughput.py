@@ -3,7 +3,7 @@
     python -m benchmarks.throughput --ray PYTHON [--write] [--rounds 3]
 
 PYTHON is an interpreter with `ray[tune]` and nothing of ours. Each search is a process of its own
-(`peers_ours.py`, `peers_ray.py`), on a local directory, two trials at a time, with what each has for defaults, but
+(`peers/ours.py`, `peers/ray_tune.py`), on a local directory, two trials at a time, with what each has for defaults, but
 for Ray's `reuse_actors=True`, without which each of its trials costs a process. What they leave is removed at the
 end: ext4 looks past every inode that was freed in the last minutes, and would make each search slower than the last.
 """
@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cpu_group import CpuGroup, cpu_group
-from benchmarks.tables import circumstances, table, version_in, write
+from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
+from benchmarks.measuring.tables import circumstances, table, version_in, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 600
@@ -143,7 +143,7 @@ def prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer
         with _running(group, command, environment):
             _wait_for(port)
             url = f"http://127.0.0.1:{port}/api"
-            yield Peer("ours", python, "peers_ours.py", {**environment, "PREFECT_API_URL": url}, group)
+            yield Peer("ours", python, "peers/ours.py", {**environment, "PREFECT_API_URL": url}, group)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
             _wait_for(port)
             time.sleep(10)  # the port is there before the node is
             address = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-            yield Peer("Ray", python, "peers_ray.py", {**environment, **address}, group)
+            yield Peer("Ray", python, "peers/ray_tune.py", {**environment, **address}, group)
 
 
 @contextmanager
@@ -245,8 +245,8 @@ def _main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder)
         environment = surroundings(room / "prefect")
-        ours = Peer("ours", sys.executable, "peers_ours.py", environment)
-        ray = Peer("Ray", asked.ray, "peers_ray.py", environment)
+        ours = Peer("ours", sys.executable, "peers/ours.py", environment)
+        ray = Peer("Ray", asked.ray, "peers/ray_tune.py", environment)
         for peer in (ours, ray):
             _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1), room)
         parts = [_section(work.name, _compared(ours, ray, work, asked.rounds, room)) for work in works]

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.clients import VERIFY_EVERY, client_act
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.clients import VERIFY_EVERY, client_act
+from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.errors import StoreRefused
-from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 
 __all__ = ["Traffic", "interrupted", "many_files", "one_of_ten", "unchanged"]
 

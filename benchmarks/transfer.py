@@ -23,9 +23,9 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from benchmarks.clients import CLIENTS, Measured
-from benchmarks.tables import circumstances, table, write
-from tests.fakes.s3_sink import S3SinkProcess
+from benchmarks.measuring.clients import CLIENTS, Measured
+from benchmarks.measuring.tables import circumstances, table, write
+from tests.fakes.servers.s3_sink import S3SinkProcess
 
 __all__ = ["CASES", "Case", "fill", "require_equal", "run_client"]
 
@@ -86,7 +86,7 @@ def fill(directory: Path, file_count: int, file_bytes: int) -> None:
 
 def run_client(client: str, act: str, endpoint: str, directory: Path, *options: str) -> Measured:
     """Run one transfer in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.clients", client, act]
+    command = [sys.executable, "-m", "benchmarks.measuring.clients", client, act]
     command += ["--endpoint", endpoint, "--directory", str(directory), *options]
     done = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
     return Measured(**json.loads(done.stdout))

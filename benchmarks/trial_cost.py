@@ -21,8 +21,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cpu_group import cpu_group
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.cpu_group import cpu_group
+from benchmarks.measuring.tables import circumstances, table, write
 from benchmarks.throughput import Peer, prefect_server, surroundings
 from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
 
@@ -40,12 +40,12 @@ class _Work:
 
 
 _TASKS = (
-    _Work("an empty task of Prefect, submitted", "peers_tasks.py", ["submitted"]),
-    _Work("an empty task, as a search runs it: without the state Pending", "peers_tasks.py", ["short"]),
+    _Work("an empty task of Prefect, submitted", "peers/tasks.py", ["submitted"]),
+    _Work("an empty task, as a search runs it: without the state Pending", "peers/tasks.py", ["short"]),
 )
 _TRIALS = (
-    _Work("a trial of a function, 1 report", "peers_ours.py", ["function"], ["1"]),
-    _Work("a trial of a class, 10 reports, a checkpoint at its end", "peers_ours.py", ["class"], ["10"]),
+    _Work("a trial of a function, 1 report", "peers/ours.py", ["function"], ["1"]),
+    _Work("a trial of a class, 10 reports, a checkpoint at its end", "peers/ours.py", ["class"], ["10"]),
 )
 _SERVERS: Mapping[str, Mapping[str, str]] = {
     "its defaults": {},
@@ -94,7 +94,7 @@ def _used(server: Peer, work: _Work, count: int, room: Path) -> Sequence[float]:
     folder, stored = Path(tempfile.mkdtemp(dir=room)), _stored(server)
     with cpu_group() as group, (folder / "log").open("w+") as log:
         served = server.server.cpu_seconds()
-        script = str(Path(__file__).with_name(work.script))
+        script = str(Path(__file__).parent / work.script)
         command = [server.python, script, *work.before, str(count), *work.after, str(folder)]
         if group.run(command, server.environment, log, timeout_seconds=_PATIENCE_SECONDS):
             raise RuntimeError((folder / "log").read_text()[-3000:])

@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.cpu_group import cpu_group
-from benchmarks.peers_visible import compute
-from benchmarks.tables import circumstances, table, write
+from benchmarks.measuring.cpu_group import cpu_group
+from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.peers.visible import compute
 from benchmarks.throughput import Peer, prefect_server, surroundings
 
 STEP_SECONDS = 0.1
@@ -44,7 +44,7 @@ def _searched(server: Peer, shown: str, units: int) -> Mapping[str, float]:
     assert server.server is not None
     with tempfile.TemporaryDirectory() as room, cpu_group() as group:
         served = server.server.cpu_seconds()
-        script = str(Path(__file__).with_name("peers_visible.py"))
+        script = str(Path(__file__).parent / "peers/visible.py")
         command = [server.python, script, shown, str(units), str(TRIALS), str(STEPS), room]
         done = subprocess.run(
             group.inside(command), env=server.environment, capture_output=True, text=True, check=False

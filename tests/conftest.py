@@ -51,8 +51,8 @@ _TOGETHER = frozenset(
     {
         "tests/notebook/test_kernel.py",
         "tests/monitoring/test_callback_runner.py",
-        "tests/flows/test_deployed.py",
-        "tests/flows/test_events.py",
+        "tests/flows/deployments/test_deployed.py",
+        "tests/flows/observing/test_events.py",
         "tests/results/test_results.py",
         "tests/stores/child_process/test_subprocess_store.py",
         "tests/test_docs_site.py",
@@ -141,7 +141,7 @@ def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     from prefect.settings import get_current_settings
     from prefect.testing import utilities
 
-    from tests.fakes.prefect_database import IN_MEMORY, migrated_database
+    from tests.fakes.servers.prefect_database import IN_MEMORY, migrated_database
 
     folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
     shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))

@@ -27,8 +27,8 @@ from prefect_tune.parameters.checks.argument_checks import stopper_for
 from prefect_tune.registry import BUILT_IN
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table, journal_events_table
-from tests.fakes.experiments import write_experiment
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
+from tests.fakes.searches.experiments import write_experiment
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "start.md"
@@ -80,7 +80,7 @@ TESTED = {
     DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
-    TRUST: {"text"},  # in tests/flows/test_trust.py
+    TRUST: {"text"},  # in tests/flows/searching/test_trust.py
 }
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {

@@ -22,8 +22,8 @@ from prefect_tune.flows import deployed_tune
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.form_schema import form_of
 from prefect_tune.parameters.grouped_flow import flattened
-from tests.fakes.moto_server import moto_server
 from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks
+from tests.fakes.servers.moto_server import moto_server
 
 RECIPES = ROOT / "docs" / "recipes"
 KUBERNETES = RECIPES / "kubernetes.md"

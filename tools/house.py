@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # the numbers hold here ...
-BESIDE = ("tests", "benchmarks")  # ... and here only the longest file, and a reason for each exemption
+BESIDE = ("tests", "benchmarks")  # ... and here the longest file, the fullest folder, a reason for each exemption
 FILE_LINES = 400
 FILE_LINES_BESIDE = 500
 FOLDER_FILES = 15
@@ -207,7 +207,7 @@ def main(root: Path) -> int:
         if source.line_count > FILE_LINES_BESIDE
     ]
     package = [source for source in inside if source.path.parts[0] in PACKAGE]
-    found += [*full_folders(package), *shared_class_names(package)]
+    found += [*full_folders([*package, *beside]), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])

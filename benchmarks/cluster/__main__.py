@@ -22,11 +22,11 @@ from pathlib import Path
 from benchmarks.cluster.clusters import Cluster, dask_cluster, ray_cluster
 from benchmarks.cluster.measure import Disturbed, Measured, disturbed, undisturbed
 from benchmarks.cluster.work import Work
-from benchmarks.cpu_group import CpuGroup, cpu_group
-from benchmarks.tables import circumstances, table, version_in, write
+from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
+from benchmarks.measuring.tables import circumstances, table, version_in, write
 from benchmarks.throughput import prefect_server, surroundings
 from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
-from tests.fakes.postgres_server import postgres_server
+from tests.fakes.servers.postgres_server import postgres_server
 
 _STEPS, _STEP_SECONDS, _SAVE_EVERY = 10, 0.5, 5
 _PARTS = ("driver", "Dask scheduler", "workers", "Prefect server", "PostgreSQL")

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.cluster.work import RAY_CPUS, Work, steps_of
-from benchmarks.cpu_group import CpuGroup, cpu_group
-from tests.fakes.processes import free_port
+from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
+from tests.fakes.servers.processes import free_port
 
 __all__ = ["Cluster", "dask_cluster", "ray_cluster"]
 

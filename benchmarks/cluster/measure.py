@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 
 from benchmarks.cluster.clusters import Cluster
 from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
-from benchmarks.cpu_group import CpuGroup, sampling
+from benchmarks.measuring.cpu_group import CpuGroup, sampling
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events.experiment_events import Decided

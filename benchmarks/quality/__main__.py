@@ -24,6 +24,7 @@ from pathlib import Path
 
 import optuna
 
+from benchmarks.measuring.tables import README, circumstances, table, write
 from benchmarks.quality.optuna_alone import OPTUNA
 from benchmarks.quality.ours import OURS
 from benchmarks.quality.picture import Panel, Point, drawn
@@ -31,7 +32,6 @@ from benchmarks.quality.problems import Problem, functions_and_digits, lcbench
 from benchmarks.quality.ray_tune import ray_tuners
 from benchmarks.quality.regret import Trajectory, quartiles, trajectory
 from benchmarks.quality.simulation import Tuner, simulated
-from benchmarks.tables import README, circumstances, table, write
 
 _SLOTS = 4
 _BUDGETS = (5, 15)

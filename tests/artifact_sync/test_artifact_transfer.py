@@ -22,9 +22,9 @@ from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, delete_everything, receive_artifacts, send_artifacts
 from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
 from tests.fakes.checkpoints import files_in, write
-from tests.fakes.dying_store import Crash, DyingStore, Way
-from tests.fakes.memory_store import MemoryStore
-from tests.fakes.s3_sink import S3Sink
+from tests.fakes.servers.s3_sink import S3Sink
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import MemoryStore
 
 # ---------------------------------------------------------------------------------------- transferred files
 

@@ -23,7 +23,7 @@ from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal
 from tests.fakes.artifacts import BUCKETS, REMOTE, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import files_in, write
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", trial="t")
 FIRST, SECOND = Writer(attempt=1), Writer(attempt=2)

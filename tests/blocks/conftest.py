@@ -11,8 +11,8 @@ from typing import Any
 import boto3
 import pytest
 
-from tests.fakes.moto_server import moto_server
-from tests.fakes.processes import free_port, running
+from tests.fakes.servers.moto_server import moto_server
+from tests.fakes.servers.processes import free_port, running
 
 KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
 SHORT = timedelta(seconds=10)

@@ -16,7 +16,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.aws_environment import ambient_access
 from prefect_tune.stores.locations.open_location import open_location, read_uri
 from tests.blocks.conftest import SHORT
-from tests.fakes.canned_http import answering, s3_error
+from tests.fakes.servers.canned_http import answering, s3_error
 
 Opened = Callable[[], AbstractContextManager[ObjectStore]]
 KEYS = {"AWS_ACCESS_KEY_ID": "ENVIRONMENT", "AWS_SECRET_ACCESS_KEY": "secret"}

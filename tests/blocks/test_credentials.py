@@ -13,8 +13,8 @@ import pytest
 from prefect_tune.blocks import AzureTarget, GcsTarget, S3Target, SyncConfig
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import KEYS, SHORT, load, save
-from tests.fakes.canned_http import answering, s3_error
-from tests.fakes.gcs_server import gcs_server, service_account
+from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.gcs_server import gcs_server, service_account
 
 
 def _needs(package: str) -> pytest.MarkDecorator:

@@ -23,7 +23,7 @@ from prefect_tune.blocks import (
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.blocks.conftest import save
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 HERE = Path.cwd()
 READ: dict[str, StorageTarget] = {

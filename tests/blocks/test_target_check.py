@@ -21,7 +21,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 SHORT = timedelta(seconds=10)
 SECRET = "secret-of-mine"

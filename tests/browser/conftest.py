@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Response, sync_playwright
 
 from tests.browser.installation import Installation, installed
 from tests.browser.prefect_ui import Ui
-from tests.fakes.prefect_database import migrated_database
+from tests.fakes.servers.prefect_database import migrated_database
 
 PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 _PATIENCE_MS = 120_000

@@ -20,7 +20,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 
 from prefect_tune.prefect_api.local_server import PrefectServer, start_prefect_server
-from tests.fakes.prefect_database import IN_MEMORY
+from tests.fakes.servers.prefect_database import IN_MEMORY
 
 _POOL = "training"
 _MARK = "PREFECT_TUNE_TEST_INSTALLATION"

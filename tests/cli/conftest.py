@@ -11,7 +11,7 @@ from prefect.logging.configuration import setup_logging
 import prefect_tune as pt
 from prefect_tune import cli
 from tests.fakes.command_line import Done, Run
-from tests.fakes.experiments import write_experiment
+from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
 
 

@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.cli.shared.app import COMMANDS
 from tests.fakes.command_line import Run
-from tests.fakes.refusing_server import refusing
+from tests.fakes.servers.refusing_server import refusing
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 GROUPS = [["blocks", "register"], ["blocks", "check"]]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.cut import cut_small
 from tests.core.histories import base
+from tests.core.protocol.cut import cut_small
 
 
 @pytest.fixture

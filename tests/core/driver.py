@@ -36,7 +36,7 @@ from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.fakes.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, restored
 
 NAME = "e"
 JOURNAL = JournalKey(experiment=NAME)

@@ -36,7 +36,7 @@ from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
-from tests.fakes.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, restored
 
 _STAMPS = count()
 

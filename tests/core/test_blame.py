@@ -22,7 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp
 from tests.core.driver import JOURNAL
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 POLICY = FailurePolicy(max_failures=99)
 

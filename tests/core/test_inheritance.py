@@ -16,9 +16,9 @@ from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
-from tests.core.mutate import break_lines
-from tests.core.population import Chronicle, Member, own
-from tests.fakes.memory_store import MemoryStore
+from tests.core.protocol.mutate import break_lines
+from tests.core.protocol.population import Chronicle, Member, own
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

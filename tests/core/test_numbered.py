@@ -19,7 +19,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CommitUnknown, ObjectNot
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.object_store import Buffer, Listed
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 FOLDER = "e/trials/t/artifacts"
 

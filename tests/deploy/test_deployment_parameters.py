@@ -19,7 +19,7 @@ from prefect_tune.executors.trial_parameters import TrialParameters, request_as_
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.form_schema import form_of
 from prefect_tune.supervisor.trial_spec import AttemptRequest
-from tests.fakes.far_attempts import plan_at
+from tests.fakes.searches.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
 TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)

@@ -16,9 +16,9 @@ from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Sched
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from tests.fakes.far_attempts import FarAttempt
-from tests.fakes.far_searches import Death, FarSearch
-from tests.fakes.limits import limits_of
+from tests.fakes.searches.far_attempts import FarAttempt
+from tests.fakes.searches.far_searches import Death, FarSearch
+from tests.fakes.searches.limits import limits_of
 
 TRIAL = "00000"
 

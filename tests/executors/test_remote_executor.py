@@ -25,8 +25,8 @@ from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
-from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
-from tests.fakes.far_searches import FarSearch
+from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
+from tests.fakes.searches.far_searches import FarSearch
 
 NOW = timedelta(0)
 
@@ -162,7 +162,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 ) -> None:
     def orders_of(search: FarSearch) -> AttemptRequest:
         search.live(nothing)
-        return search.machines.orders[0]
+        return search.machines.requests[0]
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:

@@ -14,7 +14,7 @@ from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.local.artifact_transfer import receive_artifacts
 from tests.fakes.checkpoints import files_in
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
 REMOTE = "digits/trials/best/artifacts"

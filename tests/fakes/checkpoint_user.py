@@ -32,7 +32,7 @@ class CheckpointUser:
         self.process.stdin.write(pickle.dumps(checkpoint).hex() + "\n")
         self.process.stdin.flush()
 
-    def told(self) -> str:
+    def answer(self) -> str:
         """Return the next line it prints."""
         assert self.process.stdout
         assert self.process.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
-from tests.trainables.forked import daemonizes
+from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of
 
 PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests

@@ -17,10 +17,10 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
-from tests.fakes.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running
 from tests.flows.driver import Drivers
-from tests.flows.left_run import LeftRun
-from tests.flows.trouble import Trouble, listening
+from tests.flows.interruptions.trouble import Trouble, listening
+from tests.flows.resuming.left_run import LeftRun
 from tests.flows.ui import Ui
 
 BUCKET = "durable"
@@ -63,7 +63,7 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Return the port of a moto server, a process of its own, with one bucket."""
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
-    command = [sys.executable, "-m", "tests.fakes.moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "tests.fakes.servers.moto_server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, port, log):
         _make_bucket(port)
         yield port

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.examples import Example
-from tests.supervisor.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
-from tests.supervisor.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
+from tests.supervisor.processes.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
+from tests.supervisor.processes.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
 
 
 @pytest.fixture

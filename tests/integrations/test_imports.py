@@ -14,7 +14,7 @@ import pytest
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
-from tests.supervisor.modules import Module, Trains, different
+from tests.supervisor.processes.modules import Module, Trains, different
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")

@@ -40,8 +40,8 @@ from prefect_tune.monitoring.artifact_publisher import (
 )
 from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.terminal.progress_state import SearchEstimate
-from tests.fakes.tcp_proxy import TcpProxy
-from tests.fakes.told_searches import Telling
+from tests.fakes.searches.journal_builder import JournalBuilder
+from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until
 from tests.trainables.digits_table import DigitsTable
 from tests.trainables.patient import Patient
@@ -209,10 +209,10 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
 
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
-    search = Telling(name="endless")
+    search = JournalBuilder(name="endless")
     seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
-    search.tell(added)
+    search.record(added)
     seen.happened(added, search.state)
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")

@@ -21,7 +21,7 @@ from prefect_tune.notebook.progress_html import progress_html
 from prefect_tune.notebook.results_html import results_html
 from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
 from tests.fakes.checkpoints import write
-from tests.fakes.told_searches import Telling, asha
+from tests.fakes.searches.journal_builder import JournalBuilder, asha
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -78,7 +78,7 @@ def state(**changes: object) -> ProgressState:
 
 
 def every_html(tmp_path: Path) -> dict[str, str]:
-    search = Telling()
+    search = JournalBuilder()
     search.adds("a", {EVIL: EVIL, "lr": 1})
     search.adds("b", {EVIL: EVIL, "lr": 2})
     for name in "ab":

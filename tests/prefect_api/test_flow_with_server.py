@@ -16,7 +16,7 @@ import pytest
 from prefect.settings import get_current_settings
 
 import prefect_tune as pt
-from tests.fakes.prefect_database import migrated_database
+from tests.fakes.servers.prefect_database import migrated_database
 
 SCRIPT = """
 import json, os, sys

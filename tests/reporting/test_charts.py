@@ -34,7 +34,7 @@ from prefect_tune.reporting.charts.trial_charts import (
     rung_chart,
 )
 from prefect_tune.reporting.report_input import DRAWN, ReportInput
-from tests.fakes.told_searches import Telling, asha, pareto, population, single, statuses_told
+from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 Chart = Callable[[ReportInput], str | None]
 CHARTS: list[Chart] = [
@@ -166,18 +166,18 @@ def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_foun
 
 
 def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
-    search, at = Telling(), "2026-11-21T08:00:30+00:00"
+    search, at = JournalBuilder(), "2026-11-21T08:00:30+00:00"
     search.adds("0", {})
     owner = Owner(name="n", host="h", pid=1, flow_run="f")
     opened = Opened(experiment=search.name, trial="0", epoch=1, owner=owner)
-    search.tell(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
-    search.tell(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
+    search.record(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
+    search.record(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
     search.opens("later", after=3600)
     report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
-    search.tell(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
+    search.record(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
     lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
     again = Opened(experiment=search.name, trial="0", epoch=2, owner=owner)
-    search.tell(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
+    search.record(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
     history = search.report_input().history
     assert history.attempts[0].ended == datetime.fromisoformat(at)
     assert history.ownerships[0].last == datetime.fromisoformat(at)
@@ -190,7 +190,7 @@ def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once()
 
 @pytest.mark.parametrize("chart", CHARTS)
 def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
-    nothing = Telling()
+    nothing = JournalBuilder()
     nothing.history = type(nothing.history)(("loss",))
     assert chart(nothing.report_input()) is None
 
@@ -198,7 +198,7 @@ def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
 @pytest.mark.parametrize("chart", CHARTS)
 def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> None:
     for value in (0.0, -3.0, 1e-300, 1e300, 5):
-        search = Telling()
+        search = JournalBuilder()
         for index in range(9):
             search.adds(str(index), {"x": index, "y": value, "z": "same" if index else None})
             search.starts(str(index))
@@ -211,7 +211,7 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
 
 @pytest.mark.parametrize("chart", CHARTS)
 def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
-    search = Telling(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
+    search = JournalBuilder(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
     for index in range(12):
         search.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
         search.starts(str(index))
@@ -257,7 +257,7 @@ def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Char
 
 
 def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_says_how() -> None:
-    search = statuses_told()
+    search = all_statuses()
     svg = timeline(search.report_input())
     assert svg is not None
     titles = re.findall(r"<title>(\w+), attempt 1, steps 0 to 3: (\w+)</title>", svg)
@@ -272,16 +272,16 @@ def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_say
 
 
 def test_an_attempt_before_the_last_one_keeps_its_own_end() -> None:
-    search = Telling()
+    search = JournalBuilder()
     search.adds("0", {"x": 1})
     search.starts("0")
     search.trains("0", 1, {"loss": 1.0})
     search.saves("0")
-    search.tell(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
+    search.record(Finished(trial="0", reason="enough"), Requeued(trial="0", reason="more"))
     search.starts("0")
     search.trains("0", 2, {"loss": 0.5})
     search.decides("0", Stop(reason="rung"))
-    search.tell(Finished(trial="0", reason="rung", left=True))
+    search.record(Finished(trial="0", reason="rung", left=True))
     svg = timeline(search.report_input())
     assert svg is not None
     assert re.findall(r"attempt (\d), [^<]*: (\w+)</title>", svg) == [("1", "completed"), ("2", "pruned")]

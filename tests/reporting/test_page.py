@@ -30,7 +30,7 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput
-from tests.fakes.told_searches import Telling, asha, pareto, population, single, statuses_told
+from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 _BIG = 300_000
 
@@ -89,7 +89,7 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
 
 
 def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
-    search = Telling(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
+    search = JournalBuilder(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
     page = markdown(search.report_input())
     assert "WANDB_API_KEY" in page
     assert "topsecret" not in page
@@ -112,7 +112,7 @@ def test_a_population_has_its_lineage() -> None:
 
 
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
-    search = Telling(settings={"num_samples": 2}, metrics=())
+    search = JournalBuilder(settings={"num_samples": 2}, metrics=())
     for name in ("0", "1"):
         search.adds(name, {"x": int(name)})
         search.starts(name)
@@ -122,11 +122,11 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
 
 
 def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
-    search = Telling()
+    search = JournalBuilder()
     for night in ("first", "second", "third"):
         if night != "first":
             search.opens(night, after=86_000)
-        search.tell(Extended(run=night, samples=2))
+        search.record(Extended(run=night, samples=2))
         for index in range(1 if night == "second" else 2):  # one trial was left to the third run
             search.adds(f"{night}-{index}", {"x": index})
             search.starts(f"{night}-{index}")
@@ -137,11 +137,11 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
-    search = Telling()
+    search = JournalBuilder()
     for index in range(30):
         search.adds(str(index), {"x": index})
         search.starts(str(index))
-        search.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
+        search.record(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
     page = markdown(search.report_input())
     assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
     assert page.count("ValueError") == 11  # ten messages, and one traceback
@@ -149,7 +149,7 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
 
 
 def test_before_the_first_trial_there_is_a_page_too() -> None:
-    assert "**0 of 9 trials done**" in markdown(Telling().report_input(expected=9))
+    assert "**0 of 9 trials done**" in markdown(JournalBuilder().report_input(expected=9))
 
 
 def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
@@ -180,12 +180,12 @@ def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
 
 
 def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
-    search = Telling(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
     for index in range(60):
         search.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
         search.starts(str(index))
         search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
-        search.tell(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
+        search.record(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
     assert len(markdown(search.report_input())) < _BIG
 
 
@@ -193,12 +193,14 @@ HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascr
 
 
 def hostile() -> ReportInput:
-    search = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
+    search = JournalBuilder(
+        settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE]
+    )
     for index in range(12):
         search.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
         search.starts(str(index))
         search.trains(str(index), 1, {HOSTILE: float(index)})
-    search.tell(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
+    search.record(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
     return search.report_input()
 
 
@@ -251,7 +253,7 @@ ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] 
 
 
 def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
-    search = Telling(settings=settings, metrics=["loss"])
+    search = JournalBuilder(settings=settings, metrics=["loss"])
     for index in range(12):
         search.adds(str(index), {"x": values[index % len(values)], "y": index})
         search.starts(str(index))
@@ -275,12 +277,12 @@ def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> 
 
 
 def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
-    search = Telling()
+    search = JournalBuilder()
     search.adds("0", {"x": 1})
     search.starts("0")
     search.trains("0", 1, {"loss": 1.0})
     new = CheckpointRef(step=1, sequence=search.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
-    search.tell(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
+    search.record(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
     cost = markdown(search.report_input()).partition("## Cost")[2]
     assert "1 committed, 4.77 MiB in all" in cost
     assert "sent" not in cost
@@ -288,16 +290,16 @@ def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
 
 @pytest.mark.parametrize("reason", ["", "the time budget of 1:00:00 is spent"])
 def test_a_run_that_was_ended_before_its_time_says_why(reason: str) -> None:
-    search = Telling()
+    search = JournalBuilder()
     if reason:
-        search.tell(StopAsked(reason=reason))
+        search.record(StopAsked(reason=reason))
     assert (f"| **ended early** | {reason} |" in markdown(search.report_input())) == bool(reason)
     search.opens("the next one")
     assert "ended early" not in markdown(search.report_input())
 
 
 def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> None:
-    page = markdown(statuses_told().report_input())
+    page = markdown(all_statuses().report_input())
     rows = [
         row.replace("\N{NO-BREAK SPACE}", " ").split(" | ")
         for row in page.partition("## Trials")[2].partition("##")[0].splitlines()
@@ -318,12 +320,12 @@ def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> Non
 
 
 def test_what_each_row_would_repeat_is_said_once_above_the_table() -> None:
-    search = Telling()
+    search = JournalBuilder()
     for index in range(10):
         search.adds(str(index), {"x": index})
         search.starts(str(index))
         search.trains(str(index), 12_345, {"loss": index / 7})
-        search.tell(Finished(trial=str(index), reason="enough"))
+        search.record(Finished(trial=str(index), reason="enough"))
     trials = markdown(search.report_input()).partition("## Trials")[2].partition("##")[0]
     assert "The same in every row: status completed, step 12,345, trained 3 h 25 min." in trials
     assert "| trial | loss | x |" in trials
@@ -331,13 +333,15 @@ def test_what_each_row_would_repeat_is_said_once_above_the_table() -> None:
 
 
 def test_a_single_row_says_it_all() -> None:
-    search = Telling()
+    search = JournalBuilder()
     search.adds("0", {"x": 1})
     assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(search.report_input())
 
 
 def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
-    search = Telling(settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}})
+    search = JournalBuilder(
+        settings={"metric": "loss", "num_samples": 5, "space": {"x": [1, 2]}, "seed": None, "stop": {}}
+    )
     page = page_of(search.report_input(), linked)
     settings = as_markdown(page).partition("## Settings")[2]
     assert "<details" not in as_markdown(page) + as_html(page)
@@ -346,7 +350,7 @@ def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:
 
 
 def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_time_it_is() -> None:
-    search = Telling()
+    search = JournalBuilder()
     for name in ("0", "1"):
         search.adds(name, {"x": int(name)})
         search.starts(name)
@@ -360,7 +364,7 @@ def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_
     assert [cell.strip() for cell in row.split("|")][2:4] == ["59", "0.25"]
     search.trains("1", 2, {"loss": 0.4})
     assert search.report_input().history.curves["1"]["loss"] == [(1, 0.5), (2, 0.4)], "a curve has every step, in order"
-    search.tell(Finished(trial="1", reason="enough"))
+    search.record(Finished(trial="1", reason="enough"))
     assert facts_of(search.report_input(), linked).trials[0].step == 2
 
 

@@ -14,7 +14,7 @@ from prefect_tune.core.journal_events.experiment_events import Cause, Event, Gav
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.results.results import why_none
-from tests.fakes.experiments import write_search
+from tests.fakes.searches.experiments import write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 

@@ -9,8 +9,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.arrow_tables import as_parquet, from_parquet
 from prefect_tune.core.experiment.summary import best_of, objective_in
-from tests.fakes.experiments import write_experiment
-from tests.fakes.told_searches import Telling
+from tests.fakes.searches.experiments import write_experiment
+from tests.fakes.searches.journal_builder import JournalBuilder
 from tests.trainables.scripted import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
@@ -74,7 +74,7 @@ def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) ->
 
 
 def test_the_report_draws_a_nested_metric() -> None:
-    search = Telling(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
+    search = JournalBuilder(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
     for name, loss in (("a", 0.25), ("b", 0.125)):
         search.adds(name, {})
         search.starts(name)
@@ -86,7 +86,7 @@ def test_the_report_draws_a_nested_metric() -> None:
 
 
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
-    search = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
+    search = JournalBuilder(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
     for name, size in (("a", 10), ("b", 5), ("c", 5)):
         search.adds(name, {})
         search.starts(name)

@@ -29,8 +29,8 @@ from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
-from tests.fakes.chaos_s3 import PASSING, REFUSALS, ChaosS3
-from tests.fakes.s3_sink import Fault, SinkRequest
+from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
+from tests.fakes.servers.s3_sink import Fault, SinkRequest
 
 DATA = bytes(range(256)) * 64
 

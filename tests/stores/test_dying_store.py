@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
-from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import MemoryStore
 
 
 @pytest.mark.parametrize(("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)])

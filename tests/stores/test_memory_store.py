@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 from tests.stores.contract import StoreContract
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of
-from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
+from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())

@@ -38,7 +38,7 @@ from tests.fakes.trial_processes import (
     supervised_process,
     until,
 )
-from tests.trainables import parallel
+from tests.trainables.processes import parallel
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())

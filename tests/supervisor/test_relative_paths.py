@@ -17,7 +17,7 @@ from prefect_tune.loggers import CSVLogger
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
-from tests.trainables import reporters
+from tests.trainables.processes import reporters
 
 LOG = log_to(LogRecorder())
 

@@ -24,7 +24,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
-from tests.trainables import reporters
+from tests.trainables.processes import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
 _SOON = timedelta(seconds=0.3)

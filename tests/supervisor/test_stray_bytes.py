@@ -18,7 +18,7 @@ from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.tasks.test_attempt_supervisor import FakeLedger, line
-from tests.trainables import reporters
+from tests.trainables.processes import reporters
 
 LOG = log_to(LogRecorder())
 

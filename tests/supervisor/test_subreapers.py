@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import LogRecorder, family, log_to, messages_of, metrics_of, start_of, until
-from tests.trainables.forked import daemonizes, looks_around
+from tests.trainables.processes.forked import daemonizes, looks_around
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())

@@ -61,7 +61,7 @@ EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")
 _MINUTE = timedelta(minutes=1)
 
 
-class Desk:
+class CommitHarness:
     """A trial with its own journal, and the task that runs attempt requests for it."""
 
     def __init__(self, target: LocalTarget) -> None:
@@ -142,11 +142,11 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitHarness]:
     monkeypatch.setattr(module, "clone_checkpoint", clone_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     with disable_run_logger():
-        yield Desk(LocalTarget(path=str(tmp_path / "target")))
+        yield CommitHarness(LocalTarget(path=str(tmp_path / "target")))
 
 
 def attempt_request(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
@@ -156,15 +156,15 @@ def attempt_request(attempt: int, *, search_epoch: int = 1, exploit: Exploit | N
 # ------------------------------------------------------------------------------------- the same request twice
 
 
-def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_it(desk: Desk) -> None:
+def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_it(harness: CommitHarness) -> None:
     """The machine died without a reply, and the executor runs the same request again."""
-    desk.source(2)
+    harness.source(2)
     request = attempt_request(1, exploit=EXPLOIT)
-    desk.saves(desk.begun(request), 3, 4, 5)
-    again = desk.begun(request)
+    harness.saves(harness.begun(request), 3, 4, 5)
+    again = harness.begun(request)
     assert again.experiment.trial(TRIAL).step == 5
     assert again.experiment.trial(TRIAL).attempt == 2
-    assert desk.count(Cloned) == 1
+    assert harness.count(Cloned) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,65 +173,65 @@ def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_i
     ids=["at the last step", "completed"],
 )
 def test_an_exploit_never_continues_from_the_end_of_its_source(
-    desk: Desk, last_step: int | None, ends: Sequence[Event]
+    harness: CommitHarness, last_step: int | None, ends: Sequence[Event]
 ) -> None:
-    desk.source(2, 4, ends=ends)
-    trial = desk.begun(replace(attempt_request(1, exploit=EXPLOIT), last_step=last_step)).experiment.trial(TRIAL)
+    harness.source(2, 4, ends=ends)
+    trial = harness.begun(replace(attempt_request(1, exploit=EXPLOIT), last_step=last_step)).experiment.trial(TRIAL)
     assert (trial.step, trial.config) == (2, EXPLOIT.config)
 
 
-def test_a_source_with_nothing_but_its_end_leaves_the_trial_its_own_weights(desk: Desk) -> None:
-    desk.source(4)
-    journal_writer = desk.begun(attempt_request(1))
-    desk.saves(journal_writer, 3)
+def test_a_source_with_nothing_but_its_end_leaves_the_trial_its_own_weights(harness: CommitHarness) -> None:
+    harness.source(4)
+    journal_writer = harness.begun(attempt_request(1))
+    harness.saves(journal_writer, 3)
     journal_writer.write([Paused(trial=TRIAL, reason="its turn is over")])
-    trial = desk.begun(replace(attempt_request(2, exploit=EXPLOIT), last_step=4)).experiment.trial(TRIAL)
+    trial = harness.begun(replace(attempt_request(2, exploit=EXPLOIT), last_step=4)).experiment.trial(TRIAL)
     assert (trial.step, trial.config) == (3, EXPLOIT.config)
 
 
 def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before_its_attempt_began(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: object) -> None:
         raise StoreUnavailable("for longer than the retries last")
 
-    desk.source(2)
-    desk.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    harness.source(2)
+    harness.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     request = attempt_request(2, exploit=EXPLOIT)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_exploit", dies)
         with pytest.raises(StoreUnavailable):
-            desk.given(request)
-    assert desk.begun(request).experiment.trial(TRIAL).step == 2
-    assert desk.count(Cloned) == 1
+            harness.given(request)
+    assert harness.begun(request).experiment.trial(TRIAL).step == 2
+    assert harness.count(Cloned) == 1
 
 
-def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(desk: Desk) -> None:
-    journal_writer = desk.begun(attempt_request(1))
-    desk.saves(journal_writer, 1, 2)
+def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(harness: CommitHarness) -> None:
+    journal_writer = harness.begun(attempt_request(1))
+    harness.saves(journal_writer, 1, 2)
     journal_writer.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
     bad = Quarantined(
         trial=TRIAL, sequence=journal_writer.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills"
     )
     request = replace(attempt_request(2), puts_aside=(bad,))
-    desk.saves(desk.begun(request), 3)
-    desk.begun(request)
-    assert desk.count(Quarantined) == 1
-    assert desk.trial().step == 3
+    harness.saves(harness.begun(request), 3)
+    harness.begun(request)
+    assert harness.count(Quarantined) == 1
+    assert harness.trial().step == 3
 
 
-def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_orders(desk: Desk) -> None:
+def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_orders(harness: CommitHarness) -> None:
     request = attempt_request(1)
-    journal_writer = desk.begun(request)
-    desk.saves(journal_writer, 1)
+    journal_writer = harness.begun(request)
+    harness.saves(journal_writer, 1)
     journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
-    assert desk.run(request).outcome == Done("enough", returned=True)
-    assert (desk.trial().phase, desk.trial().attempt) == (Phase.FINISHED, 1)
+    assert harness.run(request).outcome == Done("enough", returned=True)
+    assert (harness.trial().phase, harness.trial().attempt) == (Phase.FINISHED, 1)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "running"])
 def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is_written(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: bool
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     adopt, tries = experiment_state.adopt, iter([StoreUnavailable("a moment")])
 
@@ -242,8 +242,8 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
         return adopted
 
     request = attempt_request(1)
-    journal_writer = desk.begun(request)
-    desk.saves(journal_writer, 1)
+    journal_writer = harness.begun(request)
+    harness.saves(journal_writer, 1)
     if ends:
         journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
     received: dict[int, Sequence[Event]] = {}
@@ -251,31 +251,31 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
     def receive(events: Sequence[Event], state: Experiment) -> None:
         received[state.number] = tuple(events)
 
-    desk.link = cast("SearchLink", SimpleNamespace(stop=desk.link.stop, wrote=receive))
+    harness.link = cast("SearchLink", SimpleNamespace(stop=harness.link.stop, wrote=receive))
     monkeypatch.setattr(experiment_state, "adopt", breaks_off)
     monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
-    assert isinstance(desk.given(request), AttemptResult if ends else JournalWriter)
-    assert desk.count(Requeued) == 0
-    with desk.target.open(timeout=_MINUTE) as store:
-        written = {each.number: each.events for each in history(store, desk.plan.journal, side_by_side=map)}
+    assert isinstance(harness.given(request), AttemptResult if ends else JournalWriter)
+    assert harness.count(Requeued) == 0
+    with harness.target.open(timeout=_MINUTE) as store:
+        written = {each.number: each.events for each in history(store, harness.plan.journal, side_by_side=map)}
     assert received == {number: written[number] for number in received}
 
 
-def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: Desk) -> None:
+def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(harness: CommitHarness) -> None:
     request = attempt_request(1)
-    journal_writer = desk.begun(request)
-    desk.saves(journal_writer, 1)
+    journal_writer = harness.begun(request)
+    harness.saves(journal_writer, 1)
     journal_writer.write([Paused(trial=TRIAL, reason="rung")])
-    assert desk.run(request).outcome == Yielded("rung")
-    assert desk.trial().phase is Phase.PAUSED
-    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
+    assert harness.run(request).outcome == Yielded("rung")
+    assert harness.trial().phase is Phase.PAUSED
+    assert harness.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
 
 
-def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) -> None:
-    journal_writer = desk.begun(attempt_request(1))
-    desk.saves(journal_writer, 1)
+def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(harness: CommitHarness) -> None:
+    journal_writer = harness.begun(attempt_request(1))
+    harness.saves(journal_writer, 1)
     journal_writer.write([Finished(trial=TRIAL, reason="enough")])
-    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
+    assert harness.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
 
 
 # ---------------------------------------------------------------------------------------- requests that are too late
@@ -285,22 +285,22 @@ def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) ->
     "late", [attempt_request(1), attempt_request(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
 )
 def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(
-    desk: Desk, late: AttemptRequest
+    harness: CommitHarness, late: AttemptRequest
 ) -> None:
     """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
-    desk.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
-    runs = desk.begun(attempt_request(2, search_epoch=2))
-    before = desk.count(Opened)
+    harness.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    runs = harness.begun(attempt_request(2, search_epoch=2))
+    before = harness.count(Opened)
     with pytest.raises(Superseded, match="a newer request replaced this one"):
-        desk.given(late)
-    desk.saves(runs, 1)
-    assert desk.count(Opened) == before
+        harness.given(late)
+    harness.saves(runs, 1)
+    assert harness.count(Opened) == before
 
 
-def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> None:
-    desk.begun(attempt_request(1))
-    assert desk.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
-    assert desk.begun(attempt_request(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
+def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(harness: CommitHarness) -> None:
+    harness.begun(attempt_request(1))
+    assert harness.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
+    assert harness.begun(attempt_request(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
 
 
 # ------------------------------------------------------------------------- requests of a deleted experiment
@@ -314,39 +314,39 @@ def searched(target: LocalTarget) -> str:
     return found
 
 
-def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> None:
-    late = replace(attempt_request(1), experiment_id=searched(desk.target))
-    with desk.target.open(timeout=_MINUTE) as store:
+def test_orders_of_an_experiment_that_was_deleted_begin_nothing(harness: CommitHarness) -> None:
+    late = replace(attempt_request(1), experiment_id=searched(harness.target))
+    with harness.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="no longer exists"):
-            desk.given(late)
+            harness.given(late)
         assert list(store.list("")) == []
 
 
 def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
-    desk: Desk,
+    harness: CommitHarness,
 ) -> None:
-    late = replace(attempt_request(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
-    with desk.target.open(timeout=_MINUTE) as store:
+    late = replace(attempt_request(1, search_epoch=3), config={"x": 0}, experiment_id=searched(harness.target))
+    with harness.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
-    now = replace(attempt_request(1), experiment_id=searched(desk.target))
+    now = replace(attempt_request(1), experiment_id=searched(harness.target))
     with pytest.raises(Superseded, match="is a new one with the same name"):
-        desk.given(late)
-    assert desk.begun(now).experiment.trial(TRIAL).config == {"x": 1}
+        harness.given(late)
+    assert harness.begun(now).experiment.trial(TRIAL).config == {"x": 1}
 
 
 # -------------------------------------------------------------------------------------------- a single training
 
 
 def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
     began.append(Finished(trial=TRIAL, reason="enough"))
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
-    state = open_journal(desk.target, JournalKey(experiment="e"), opening)
+    state = open_journal(harness.target, JournalKey(experiment="e"), opening)
     monkeypatch.setattr(module, "write_entry", write_directly)
-    desk.plan = replace(desk.plan, apart=False)
-    result = desk.run(AttemptRequest(search_epoch=state.epoch))
+    harness.plan = replace(harness.plan, apart=False)
+    result = harness.run(AttemptRequest(search_epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state

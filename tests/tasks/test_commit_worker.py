@@ -121,7 +121,7 @@ def write(target: StorageTarget, state: Experiment, events: Sequence[Event], sta
 
 
 @dataclass
-class Desk:
+class CommitHarness:
     """An experiment with one running trial, and the commit workers of its attempts."""
 
     plan: TrialSpec
@@ -216,14 +216,14 @@ def ended(cause: Cause, message: str) -> Sequence[Event]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitHarness]:
     """Tasks run as plain functions: no server, no retries."""
     monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = FaultyTarget(path=str(tmp_path / "target"))
     plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
-    yield Desk(plan, tmp_path)
+    yield CommitHarness(plan, tmp_path)
     INJECTED.wrong = INJECTED.after = lambda _path: None
     INJECTED.hidden = ()
 
@@ -235,80 +235,82 @@ def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(desk: Desk) -> None:
-    commit_worker = desk.attempt()
-    before = len(desk.entries())
-    directory = desk.folder / "last"
+def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    before = len(harness.entries())
+    directory = harness.folder / "last"
     directory.mkdir()
     (directory / "weights").write_bytes(b"1")
-    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), harness.committed.append)
     commit_worker.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
     commit_worker.close()
-    assert (desk.state().phase, desk.state().reason, desk.committed) == (Phase.FINISHED, "enough", [1])
-    assert [type(event) for event in desk.entries()[-1].events] == [Reported, Committed, Finished]
-    assert len(desk.entries()) == before + 1
+    assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
+    assert [type(event) for event in harness.entries()[-1].events] == [Reported, Committed, Finished]
+    assert len(harness.entries()) == before + 1
 
 
-def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -> None:
-    commit_worker = desk.attempt()
-    directory = desk.folder / "last"
+def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    directory = harness.folder / "last"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), harness.committed.append)
     until(lambda: commit_worker.error)
     commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
     commit_worker.close()
-    assert (desk.state().phase, desk.state().user_failures) == (Phase.PENDING, 1)
+    assert (harness.state().phase, harness.state().user_failures) == (Phase.PENDING, 1)
 
 
 # ----------------------------------------------------------------------------- checkpoints that cannot be saved
 
 
-def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(desk: Desk) -> None:
-    commit_worker = desk.attempt()
-    directory = desk.folder / "handed-over"
+def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(
+    harness: CommitHarness,
+) -> None:
+    commit_worker = harness.attempt()
+    directory = harness.folder / "handed-over"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
     commit_worker.note(report(1))
-    commit_worker.save(PendingCheckpoint(report(2), directory, ours=False), desk.committed.append)
+    commit_worker.save(PendingCheckpoint(report(2), directory, ours=False), harness.committed.append)
     until(lambda: commit_worker.error)
     assert isinstance(commit_worker.error, InvalidInput)
     commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
     commit_worker.close()
-    state = desk.state()
+    state = harness.state()
     assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
-    assert desk.committed == []
-    assert desk.reported() == [1, 2], "the last reports are journaled with the failure"
+    assert harness.committed == []
+    assert harness.reported() == [1, 2], "the last reports are journaled with the failure"
 
 
-def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
-    commit_worker = desk.attempt()
+def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
     INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
-    desk.save(commit_worker, 1)
+    harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
-    assert (desk.state().phase, desk.state().reason) == (Phase.PENDING, "not written")
+    assert (harness.state().phase, harness.state().reason) == (Phase.PENDING, "not written")
 
 
-def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
-    commit_worker = desk.attempt()
+def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
     INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
-    desk.save(commit_worker, 1)
+    harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
     INJECTED.wrong = lambda _path: None
-    assert desk.state().phase is Phase.RUNNING
+    assert harness.state().phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
 def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
-    desk: Desk, caplog: pytest.LogCaptureFixture, away: str
+    harness: CommitHarness, caplog: pytest.LogCaptureFixture, away: str
 ) -> None:
     """The target is unavailable for longer than the retries of the last entry, then available again."""
-    commit_worker = desk.attempt()
+    commit_worker = harness.attempt()
     tries: list[str] = []
 
     def once(path: str) -> TuneError | None:
@@ -322,96 +324,100 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
     commit_worker.end([done])
     with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
         commit_worker.close()
-    assert (desk.state().phase, desk.reported()) == (Phase.FINISHED, [1])
+    assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
 
 # --------------------------------------------------------------------------- checkpoints quarantined meanwhile
 
 
-def damaged(desk: Desk) -> Sequence[int]:
+def damaged(harness: CommitHarness) -> Sequence[int]:
     """The steps of the live checkpoints that are damaged."""
-    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in harness.live() if read_one(store, key, side_by_side=map).damage]
 
 
-def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(desk: Desk) -> None:
-    desk.plan = replace(desk.plan, retention=Retention(last=2))
-    commit_worker = desk.attempt()
+def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(
+    harness: CommitHarness,
+) -> None:
+    harness.plan = replace(harness.plan, retention=Retention(last=2))
+    commit_worker = harness.attempt()
     for step in (1, 2, 3):
-        desk.save(commit_worker, step, backbone=b"frozen")
-    until(lambda: desk.committed == [1, 2, 3])
-    desk.rot_oldest_blob()
-    assert damaged(desk) == [2, 3]
-    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        quarantine(store, TRIAL, {desk.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+        harness.save(commit_worker, step, backbone=b"frozen")
+    until(lambda: harness.committed == [1, 2, 3])
+    harness.rot_oldest_blob()
+    assert damaged(harness) == [2, 3]
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        quarantine(store, TRIAL, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
     for step in (4, 5, 6):
-        desk.save(commit_worker, step, backbone=b"frozen")
+        harness.save(commit_worker, step, backbone=b"frozen")
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
-    assert (commit_worker.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
-    assert [key.step for key in desk.live()] == [5, 6]
-    assert damaged(desk) == []
-    assert desk.reported() == [1, 2, 3, 4, 5, 6]
-    assert desk.manifests() == 2, "checkpoints that did not count are deleted"
+    assert (commit_worker.error, harness.committed) == (None, [1, 2, 3, 4, 5, 6])
+    assert [key.step for key in harness.live()] == [5, 6]
+    assert damaged(harness) == []
+    assert harness.reported() == [1, 2, 3, 4, 5, 6]
+    assert harness.manifests() == 2, "checkpoints that did not count are deleted"
 
 
 # ------------------------------------------------------------------------------------------------- deletions
 
 
-def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk: Desk) -> None:
-    desk.plan = replace(desk.plan, retention=Retention(last=1))
+def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(harness: CommitHarness) -> None:
+    harness.plan = replace(harness.plan, retention=Retention(last=1))
     INJECTED.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
-    commit_worker = desk.attempt()
+    commit_worker = harness.attempt()
     for step in (1, 2, 3):
-        desk.save(commit_worker, step)
+        harness.save(commit_worker, step)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
     assert commit_worker.error is None
-    assert desk.committed == [1, 2, 3]
-    assert [each.step for each in desk.state().checkpoints] == [3]
-    assert desk.blobs() == 3
+    assert harness.committed == [1, 2, 3]
+    assert [each.step for each in harness.state().checkpoints] == [3]
+    assert harness.blobs() == 3
     INJECTED.wrong = lambda _path: None
-    again = desk.attempt()
+    again = harness.attempt()
     again.end(ended(Cause.MACHINE, "away"))
     again.close()
-    assert desk.blobs() == 1
+    assert harness.blobs() == 1
 
 
-def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
     monkeypatch.setattr(commit_entry, "find_leftovers", refuse)
-    commit_worker = desk.attempt()
-    desk.save(commit_worker, 1)
+    commit_worker = harness.attempt()
+    harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
-    assert (commit_worker.error, desk.committed) == (None, [1])
+    assert (commit_worker.error, harness.committed) == (None, [1])
 
 
 # --------------------------------------------------------------------------------------------------- reports
 
 
-def often(desk: Desk, seconds: float) -> None:
-    desk.plan = replace(desk.plan, sync=SyncConfig(sync_period_seconds=seconds))
+def often(harness: CommitHarness, seconds: float) -> None:
+    harness.plan = replace(harness.plan, sync=SyncConfig(sync_period_seconds=seconds))
 
 
-def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) -> None:
-    often(desk, 0.2)
-    commit_worker = desk.attempt()
+def test_reports_are_journaled_after_the_period_without_another_one(harness: CommitHarness) -> None:
+    often(harness, 0.2)
+    commit_worker = harness.attempt()
     commit_worker.note(report(1))
     commit_worker.note(report(2))
-    until(lambda: desk.reported() == [1, 2])
-    assert desk.state().phase is Phase.RUNNING
+    until(lambda: harness.reported() == [1, 2])
+    assert harness.state().phase is Phase.RUNNING
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
 
 
 @pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
-def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: TuneError) -> None:
-    often(desk, 0.05)
-    commit_worker = desk.attempt()
+def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarness, wrong: TuneError) -> None:
+    often(harness, 0.05)
+    commit_worker = harness.attempt()
     refused: list[str] = []
 
     def refuse(path: str) -> TuneError:
@@ -423,17 +429,17 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: Tu
     until(lambda: len(refused) > 2)
     commit_worker.note(report(2))
     INJECTED.wrong = lambda _path: None
-    desk.save(commit_worker, 3)
+    harness.save(commit_worker, 3)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
     assert commit_worker.error is None
-    assert desk.reported() == [1, 2, 3]
+    assert harness.reported() == [1, 2, 3]
 
 
-def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(desk: Desk) -> None:
+def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(harness: CommitHarness) -> None:
     """The read after the lost reply fails too; the retry writes the same entry, which is recognized."""
-    often(desk, 0.05)
-    commit_worker = desk.attempt()
+    often(harness, 0.05)
+    commit_worker = harness.attempt()
     lost: list[str] = []
 
     def lose(path: str) -> TuneError | None:
@@ -446,21 +452,21 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
     until(lambda: lost)
     time.sleep(0.2)  # several sync periods: the entry was retried
     INJECTED.hidden = ()
-    desk.save(commit_worker, 2)
+    harness.save(commit_worker, 2)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
     assert commit_worker.error is None
-    assert desk.reported() == [1, 2]
+    assert harness.reported() == [1, 2]
 
 
-def test_the_report_at_which_a_trial_asks_says_so(desk: Desk) -> None:
-    commit_worker = desk.attempt()
+def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
     commit_worker.note(report(1))
     commit_worker.asks_at = 2
-    desk.save(commit_worker, 2)
+    harness.save(commit_worker, 2)
     commit_worker.note(report(3))
     commit_worker.end(ended(Cause.MACHINE, "enough"))
     commit_worker.close()
-    events = [event for entry in desk.entries() for event in entry.events]
+    events = [event for entry in harness.entries() for event in entry.events]
     asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
     assert asks == {1: False, 2: True, 3: False}

@@ -20,88 +20,90 @@ from prefect_tune.tasks import commit_entry
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
-from tests.tasks.test_commit_worker import TRIAL, Desk, FaultyTarget, ended, until
+from tests.tasks.test_commit_worker import TRIAL, CommitHarness, FaultyTarget, ended, until
 
 EVERY = 3
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, CommitWorker]]:
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     """An attempt with two checkpoints that share a file whose blob has rotted."""
     monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = FaultyTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
-    desk = Desk(TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path)
-    commit_worker = desk.attempt()
-    saves(desk, commit_worker, 1, 2)
-    desk.rot_oldest_blob()
-    yield desk, commit_worker
+    harness = CommitHarness(
+        TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path
+    )
+    commit_worker = harness.attempt()
+    saves(harness, commit_worker, 1, 2)
+    harness.rot_oldest_blob()
+    yield harness, commit_worker
     commit_worker.end(ended(Cause.MACHINE, "away"))
     with suppress(Superseded):  # tests that begin another attempt
         commit_worker.close()
 
 
-def saves(desk: Desk, commit_worker: CommitWorker, *steps: int) -> None:
+def saves(harness: CommitHarness, commit_worker: CommitWorker, *steps: int) -> None:
     for step in steps:
-        desk.save(commit_worker, step, backbone=b"frozen")
-    until(lambda: commit_worker.error or desk.committed[-1:] == [steps[-1]], seconds=60)
+        harness.save(commit_worker, step, backbone=b"frozen")
+    until(lambda: commit_worker.error or harness.committed[-1:] == [steps[-1]], seconds=60)
     assert commit_worker.error is None
 
 
-def damaged_steps(desk: Desk) -> list[int]:
-    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
+def damaged_steps(harness: CommitHarness) -> list[int]:
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in harness.live() if read_one(store, key, side_by_side=map).damage]
 
 
 def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_good_one(
-    training: tuple[Desk, CommitWorker],
+    training: tuple[CommitHarness, CommitWorker],
 ) -> None:
-    desk, commit_worker = training
-    assert damaged_steps(desk) == [1, 2]
-    saves(desk, commit_worker, *range(3, 3 + EVERY))
-    assert damaged_steps(desk) == []
-    found = [entry.events for entry in desk.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
+    harness, commit_worker = training
+    assert damaged_steps(harness) == [1, 2]
+    saves(harness, commit_worker, *range(3, 3 + EVERY))
+    assert damaged_steps(harness) == []
+    found = [entry.events for entry in harness.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
     assert len(found) == 1
     committed = [each.checkpoint.step for each in found[0] if isinstance(each, Committed)]
     aside = [each for each in found[0] if isinstance(each, Quarantined)]
-    assert [each.sequence for each in aside] == [each.checkpoint.sequence for each in desk.state().aside]
-    assert [each.checkpoint.step for each in desk.state().aside] == list(range(1, committed[0]))
+    assert [each.sequence for each in aside] == [each.checkpoint.sequence for each in harness.state().aside]
+    assert [each.checkpoint.step for each in harness.state().aside] == list(range(1, committed[0]))
     assert all("expected blake3" in each.reason for each in aside)
-    assert [key.step for key in desk.live()] == list(range(committed[0], 3 + EVERY))
+    assert [key.step for key in harness.live()] == list(range(committed[0], 3 + EVERY))
 
 
 def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage(
-    training: tuple[Desk, CommitWorker],
+    training: tuple[CommitHarness, CommitWorker],
 ) -> None:
-    desk, commit_worker = training
-    saves(desk, commit_worker, *range(3, 3 + EVERY))
-    again = desk.attempt()
-    saves(desk, again, 9, 10)
+    harness, commit_worker = training
+    saves(harness, commit_worker, *range(3, 3 + EVERY))
+    again = harness.attempt()
+    saves(harness, again, 9, 10)
     again.end(ended(Cause.MACHINE, "away"))
     again.close()
-    assert damaged_steps(desk) == []
-    assert {9, 10} <= {key.step for key in desk.live()}
+    assert damaged_steps(harness) == []
+    assert {9, 10} <= {key.step for key in harness.live()}
 
 
-def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[Desk, CommitWorker]) -> None:
-    desk, commit_worker = training
-    commit_worker._plan = replace(desk.plan, retention=Retention(last=1))
-    saves(desk, commit_worker, *range(3, 3 + EVERY))
-    assert (desk.state().aside, damaged_steps(desk)) == ((), [])
-    assert [key.step for key in desk.live()] == [2 + EVERY]
+def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[CommitHarness, CommitWorker]) -> None:
+    harness, commit_worker = training
+    commit_worker._plan = replace(harness.plan, retention=Retention(last=1))
+    saves(harness, commit_worker, *range(3, 3 + EVERY))
+    assert (harness.state().aside, damaged_steps(harness)) == ((), [])
+    assert [key.step for key in harness.live()] == [2 + EVERY]
 
 
 def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all_the_same(
-    training: tuple[Desk, CommitWorker], monkeypatch: pytest.MonkeyPatch
+    training: tuple[CommitHarness, CommitWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, commit_worker = training
+    harness, commit_worker = training
 
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
     monkeypatch.setattr(commit_entry, "find_damaged", away)
-    saves(desk, commit_worker, *range(3, 3 + EVERY))
-    assert damaged_steps(desk)[:2] == [1, 2]
-    assert 2 + EVERY not in damaged_steps(desk)
+    saves(harness, commit_worker, *range(3, 3 + EVERY))
+    assert damaged_steps(harness)[:2] == [1, 2]
+    assert 2 + EVERY not in damaged_steps(harness)

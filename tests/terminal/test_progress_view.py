@@ -14,7 +14,7 @@ from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
 from prefect_tune.terminal.progress_view import frame, line
 from prefect_tune.terminal.trials_table import cells_of
-from tests.fakes.told_searches import statuses_told
+from tests.fakes.searches.journal_builder import all_statuses
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -114,7 +114,7 @@ def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> N
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
-    search = statuses_told()
+    search = all_statuses()
     names, rows = cells_of(list(search.state.trials.values()), ["loss"], 200)
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")

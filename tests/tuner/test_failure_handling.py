@@ -37,8 +37,8 @@ from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stopping.stop_handling import Stopping
-from tests.fakes.limits import limits_of
-from tests.flows.acted import Troupe
+from tests.fakes.searches.limits import limits_of
+from tests.flows.simulated_search import StoppableExecutor
 
 _LOG = logging.getLogger("tests")
 _TRIAL = "00000"
@@ -57,7 +57,7 @@ class _Losses(SearchObserver):
         self._causes.append(why)
 
 
-class Court:
+class FailingTrial:
     """One trial whose attempts are lost, with its failure handler."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Court:
         self.losses: list[str] = []
         self.page = PendingEntry(journal_writer, policy, _Losses(self.losses), timedelta(0))
         self.startable: deque[str] = deque()
-        stopping = Stopping(limits, policy, Troupe(9), self.page, _LOG)
+        stopping = Stopping(limits, policy, StoppableExecutor(9), self.page, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
         self.page.put(Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))
@@ -108,65 +108,65 @@ class Court:
 
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
-    court = Court()
-    assert {court.loses_an_attempt(saves=True) for _ in range(12)} == {Phase.PENDING}
+    failing = FailingTrial()
+    assert {failing.loses_an_attempt(saves=True) for _ in range(12)} == {Phase.PENDING}
 
 
 @pytest.mark.parametrize("committed_before", [0, 5])
 def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int) -> None:
-    court = Court()
+    failing = FailingTrial()
     for _ in range(committed_before):
-        court.loses_an_attempt(saves=True)
-    assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
-    assert "3 attempts were lost without a commit" in court.page.state.trial(_TRIAL).reason
-    tried_again = court.losses[committed_before:]
+        failing.loses_an_attempt(saves=True)
+    assert [failing.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
+    assert "3 attempts were lost without a commit" in failing.page.state.trial(_TRIAL).reason
+    tried_again = failing.losses[committed_before:]
     assert tried_again == ["the attempt ended without writing a result"] * (2 - bool(committed_before))
 
 
 def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
-    court = Court()
-    court.loses_an_attempt(saves=True)
-    court.loses_an_attempt()
-    court.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
-    assert court.loses_an_attempt() is Phase.ERRORED
+    failing = FailingTrial()
+    failing.loses_an_attempt(saves=True)
+    failing.loses_an_attempt()
+    failing.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
+    assert failing.loses_an_attempt() is Phase.ERRORED
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
 def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind: type[Exception]) -> None:
-    court = Court()
-    court.error = kind("the credentials have expired")
-    assert [court.loses_an_attempt() for _ in range(2)] == [Phase.PENDING] * 2
+    failing = FailingTrial()
+    failing.error = kind("the credentials have expired")
+    assert [failing.loses_an_attempt() for _ in range(2)] == [Phase.PENDING] * 2
     with pytest.raises(kind, match="expired"):
-        court.loses_an_attempt()
-    assert court.page.state.trial(_TRIAL).phase is Phase.RUNNING, "the next run of the search continues it"
+        failing.loses_an_attempt()
+    assert failing.page.state.trial(_TRIAL).phase is Phase.RUNNING, "the next run of the search continues it"
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
 def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not_the_trial(
     kind: type[Exception],
 ) -> None:
-    court = Court()
-    court.error = kind("the credentials have expired")
-    court.spends_machine_budget("not written")
+    failing = FailingTrial()
+    failing.error = kind("the credentials have expired")
+    failing.spends_machine_budget("not written")
     with pytest.raises(kind, match="expired"):
-        court.failure_handler.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
-    assert court.page.state.trial(_TRIAL).phase is Phase.PENDING
+        failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE, failing.error)
+    assert failing.page.state.trial(_TRIAL).phase is Phase.PENDING
 
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
-    court = Court()
-    court.spends_machine_budget("not written")
-    court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
-    assert list(court.startable) == [_TRIAL]
-    assert (court.page.state.trial(_TRIAL).phase, court.page.state.trial(_TRIAL).machine_failures) == (
+    failing = FailingTrial()
+    failing.spends_machine_budget("not written")
+    failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(failing.startable) == [_TRIAL]
+    assert (failing.page.state.trial(_TRIAL).phase, failing.page.state.trial(_TRIAL).machine_failures) == (
         Phase.PENDING,
         0,
     )
 
 
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
-    court = Court()
-    court.spends_machine_budget(OWNER_VANISHED)
-    court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
-    assert list(court.startable) == []
-    assert court.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"
+    failing = FailingTrial()
+    failing.spends_machine_budget(OWNER_VANISHED)
+    failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(failing.startable) == []
+    assert failing.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"

@@ -8,12 +8,12 @@ from pathlib import Path
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from tests.flows.acted import Acted, Troupe
+from tests.flows.simulated_search import SimulatedSearch, StoppableExecutor
 
 _AT_ONCE = 8
 
 
-class _Watched(Troupe):
+class _Watched(StoppableExecutor):
     """Records how many attempts start before each poll, and how long that poll may wait."""
 
     def __init__(self) -> None:
@@ -32,18 +32,18 @@ class _Watched(Troupe):
 
 
 def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
-    crew = _Watched()
-    state = Acted(LocalTarget(path=str(tmp_path)), crew, samples=20, slots=20).run()
+    executor = _Watched()
+    state = SimulatedSearch(LocalTarget(path=str(tmp_path)), executor, samples=20, slots=20).run()
 
     assert len(state.trials) == 20
-    first, second, third = crew.polls[:3]
+    first, second, third = executor.polls[:3]
     assert first == second == (_AT_ONCE, timedelta(0)), "the slots that are left do not wait for a message"
     assert third[0] == 20 - 2 * _AT_ONCE
     assert third[1] > timedelta(0), "with no slot left, the search waits for messages"
 
 
 def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a_wait(tmp_path: Path) -> None:
-    crew = _Watched()
-    Acted(LocalTarget(path=str(tmp_path)), crew, samples=3, slots=20).run()
-    assert crew.polls[0][0] == 3
-    assert all(patience > timedelta(0) for _, patience in crew.polls)
+    executor = _Watched()
+    SimulatedSearch(LocalTarget(path=str(tmp_path)), executor, samples=3, slots=20).run()
+    assert executor.polls[0][0] == 3
+    assert all(patience > timedelta(0) for _, patience in executor.polls)

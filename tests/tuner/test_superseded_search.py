@@ -27,7 +27,7 @@ from prefect_tune.tasks.experiment_state import Opening, open_journal, write_dir
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
-from tests.flows.acted import NAME, Acted, Troupe
+from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 
 TRIAL = "00000"
 SEARCH, OWN = JournalKey(experiment=NAME), JournalKey(experiment=NAME, trial=TRIAL)
@@ -95,7 +95,7 @@ def test_an_owner_settles_what_earlier_owners_left(target: LocalTarget) -> None:
     assert new.page.state.trial(TRIAL).phase is Phase.PENDING
 
 
-class TakenOver(Troupe):
+class TakenOver(StoppableExecutor):
     """An executor whose attempts are lost: with the first one, another owner opens the experiment."""
 
     def __init__(self, target: LocalTarget) -> None:
@@ -114,13 +114,13 @@ class TakenOver(Troupe):
 
 
 def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
-    acted = Acted(target, executor=TakenOver(target), samples=1)
+    acted = SimulatedSearch(target, executor=TakenOver(target), samples=1)
     with pytest.raises(Superseded, match="taken it over"):
         acted.run()
     assert acted.executor.start_count == 1
 
 
-class Unlucky(Troupe):
+class Unlucky(StoppableExecutor):
     """An executor whose first attempt is superseded by a run of the trial alone."""
 
     def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
@@ -132,7 +132,7 @@ class Unlucky(Troupe):
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
-    acted = Acted(target, executor=Unlucky(9), samples=1)
+    acted = SimulatedSearch(target, executor=Unlucky(9), samples=1)
     acted.run()
     assert acted.executor.start_count == 2
     assert openings(target, SEARCH) == 1
@@ -143,11 +143,11 @@ def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: 
 def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(target: LocalTarget) -> None:
     given: list[tuple[int, int]] = []
 
-    class Listening(Troupe):
+    class Listening(StoppableExecutor):
         def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
             given.append((orders.search_epoch, orders.attempt))
             super().start(plan, orders, attempt, absorbed)
 
     open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
-    Acted(target, executor=Listening(9), samples=1).run()
+    SimulatedSearch(target, executor=Listening(9), samples=1).run()
     assert given == [(2, 1)]

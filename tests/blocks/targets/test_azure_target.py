@@ -9,8 +9,8 @@ import pytest
 from prefect_tune.blocks import AzureTarget, resolve_target
 from prefect_tune.blocks.credentials import connection_options
 from tests.blocks.conftest import SHORT
-from tests.fakes.azurite import ACCOUNT, KEY, azurite, find_azurite
-from tests.fakes.canned_http import answering, s3_error
+from tests.fakes.servers.azurite import ACCOUNT, KEY, azurite, find_azurite
+from tests.fakes.servers.canned_http import answering, s3_error
 
 SAS = "sv=2021-08-06&ss=b&srt=sco&sp=rwdlac&se=2099-01-01T00:00:00Z&sig=c2VjcmV0LXNpZ25hdHVyZQ%3D%3D"
 

@@ -14,7 +14,7 @@ import pytest
 from prefect_tune.blocks import FsspecTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import SHORT
-from tests.fakes.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running
 
 PASSWORD = "password-of-mine"
 

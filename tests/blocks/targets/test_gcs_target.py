@@ -7,8 +7,8 @@ import pytest
 
 from prefect_tune.blocks import GcsTarget, resolve_target
 from tests.blocks.conftest import SHORT
-from tests.fakes.gcs_server import GcsServer, gcs_server, service_account
-from tests.fakes.processes import free_port
+from tests.fakes.servers.gcs_server import GcsServer, gcs_server, service_account
+from tests.fakes.servers.processes import free_port
 
 KEY_FILE, PUBLIC_KEY = service_account()
 

@@ -21,8 +21,8 @@ from moto import settings as moto_settings
 from prefect_tune.blocks import S3Target, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import KEYS, SHORT, boto_options
-from tests.fakes.canned_http import answering, s3_error
-from tests.fakes.processes import free_port
+from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.processes import free_port
 
 BRIEF = timedelta(seconds=1)
 

@@ -14,8 +14,8 @@ from prefect_tune.core.operations.checkpoint_gc import collect
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from tests.core.driver import KEY, Session, Witness
-from tests.fakes.dying_store import Crash, DyingStore, Way
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import MemoryStore
 
 FOLDER = "e/trials/t/checkpoints/1-1/metadata"
 

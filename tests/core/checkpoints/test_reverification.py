@@ -20,12 +20,12 @@ from prefect_tune.core.storage.layout import blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.core.driver import KEY, NAME, Session, Witness
-from tests.core.mutate import break_lines
-from tests.fakes.dying_store import Crash, DyingStore, Way
-from tests.fakes.memory_files import restored
-from tests.fakes.memory_store import MemoryStore
-from tests.fakes.object_stores import object_store
-from tests.fakes.s3_sink import S3Sink
+from tests.core.protocol.mutate import break_lines
+from tests.fakes.servers.s3_sink import S3Sink
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_store import MemoryStore
+from tests.fakes.stores.object_stores import object_store
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

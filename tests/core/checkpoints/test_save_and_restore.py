@@ -26,8 +26,8 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.core.recovery.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from tests.core.driver import KEY
-from tests.fakes.memory_files import MemoryFiles, restored
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_store import MemoryStore
 
 ABOUT = About(attempt=1, epoch=1, write_id="w1", created_at="now")
 CHUNK = 8  # of `tiny_blobs`

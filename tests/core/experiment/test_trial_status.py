@@ -19,14 +19,14 @@ from prefect_tune.core.journal_events.experiment_events import (
     StopAsked,
 )
 from prefect_tune.core.schedulers.base import Continue, Pause, Stop
-from tests.fakes.told_searches import Telling
+from tests.fakes.searches.journal_builder import JournalBuilder
 
 T = "00000"
 
 
-def search_with(steps: int = 3) -> Telling:
+def search_with(steps: int = 3) -> JournalBuilder:
     """A search with one trial that has trained `steps` steps; with 0 it waits for its first slot."""
-    search = Telling()
+    search = JournalBuilder()
     search.adds(T, {"x": 1})
     if steps:
         search.starts(T)
@@ -35,7 +35,7 @@ def search_with(steps: int = 3) -> Telling:
     return search
 
 
-def said(search: Telling) -> tuple[str, str]:
+def said(search: JournalBuilder) -> tuple[str, str]:
     trial = search.state.trial(T)
     return str(trial.status), status_label(trial.status, trial.step)
 
@@ -48,30 +48,30 @@ def test_a_trial_that_waits_is_pending_and_one_that_trains_is_running() -> None:
 def test_a_trial_that_met_its_criterion_or_returned_is_completed() -> None:
     for returned in (False, True):
         search = search_with()
-        search.tell(Finished(trial=T, reason="step = 3 reached 3", returned=returned))
+        search.record(Finished(trial=T, reason="step = 3 reached 3", returned=returned))
         assert said(search) == ("completed", "completed")
 
 
 def test_a_trial_that_trained_all_of_the_schedulers_steps_is_completed() -> None:
     search = search_with()
     search.decides(T, Stop(reason="step 3 of 3", early=False))
-    search.tell(Finished(trial=T, reason="step 3 of 3", left=True))
+    search.record(Finished(trial=T, reason="step 3 of 3", left=True))
     assert said(search) == ("completed", "completed")
 
 
 def test_a_trial_that_its_scheduler_ended_is_pruned() -> None:
     search = search_with()
     search.decides(T, Stop(reason="loss 0.33 at step 3"))
-    search.tell(Finished(trial=T, reason="loss 0.33 at step 3", left=True))
+    search.record(Finished(trial=T, reason="loss 0.33 at step 3", left=True))
     assert said(search) == ("pruned", "pruned @3")
 
 
 def test_a_trial_that_was_paused_and_never_promoted_is_pruned() -> None:
     search = search_with()
     search.decides(T, Pause(reason="rung 3"))
-    search.tell(Paused(trial=T, reason="rung 3"))
+    search.record(Paused(trial=T, reason="rung 3"))
     assert said(search) == ("paused", "paused @3")
-    search.tell(Finished(trial=T, reason="4 of 12 at step 3", left=True))
+    search.record(Finished(trial=T, reason="4 of 12 at step 3", left=True))
     assert said(search) == ("pruned", "pruned @3")
 
 
@@ -79,15 +79,15 @@ def test_a_trial_that_a_person_stopped_is_interrupted_whatever_its_scheduler_tho
     for decision in (Continue(), Pause(reason="rung 3")):
         search = search_with()
         search.decides(T, decision)
-        search.tell(StopAsked(trial=T, reason="stopped by ada"))
-        search.tell(Finished(trial=T, reason="stopped by ada", left=True))
+        search.record(StopAsked(trial=T, reason="stopped by ada"))
+        search.record(Finished(trial=T, reason="stopped by ada", left=True))
         assert said(search) == ("interrupted", "interrupted @3")
 
 
 @pytest.mark.parametrize("cause", Cause)
 def test_a_trial_whose_attempt_ended_before_it_was_done_is_interrupted(cause: Cause) -> None:
     search = search_with()
-    search.tell(AttemptEnded(trial=T, cause=cause, message="the run was stopped"))
+    search.record(AttemptEnded(trial=T, cause=cause, message="the run was stopped"))
     assert said(search) == ("interrupted", "interrupted @3")
     search.starts(T)
     assert said(search) == ("running", "running")
@@ -96,25 +96,25 @@ def test_a_trial_whose_attempt_ended_before_it_was_done_is_interrupted(cause: Ca
 def test_before_its_first_step_it_is_interrupted_at_no_step() -> None:
     search = search_with(0)
     search.starts(T)
-    search.tell(AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="the run was stopped"))
+    search.record(AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="the run was stopped"))
     assert said(search) == ("interrupted", "interrupted")
 
 
 def test_a_trial_that_is_to_continue_is_pending_and_no_longer_interrupted() -> None:
     search = search_with()
-    search.tell(AttemptEnded(trial=T, cause=Cause.MACHINE, message="killed"))
+    search.record(AttemptEnded(trial=T, cause=Cause.MACHINE, message="killed"))
     search.starts(T)
     search.trains(T, 4, {"loss": 0.2})
-    search.tell(Paused(trial=T, reason="rung 4"), Resumed(trial=T))
+    search.record(Paused(trial=T, reason="rung 4"), Resumed(trial=T))
     assert said(search) == ("pending", "pending")
-    search.tell(Finished(trial=T, reason="enough"), Requeued(trial=T, reason="more steps"))
+    search.record(Finished(trial=T, reason="enough"), Requeued(trial=T, reason="more steps"))
     assert said(search) == ("pending", "pending")
 
 
 def test_a_trial_that_failed_for_good_is_errored() -> None:
     search = search_with()
-    search.tell(AttemptEnded(trial=T, cause=Cause.USER, message="ValueError"))
-    search.tell(GaveUp(trial=T, cause=Cause.USER, message="ValueError"))
+    search.record(AttemptEnded(trial=T, cause=Cause.USER, message="ValueError"))
+    search.record(GaveUp(trial=T, cause=Cause.USER, message="ValueError"))
     assert said(search) == ("errored", "errored")
 
 

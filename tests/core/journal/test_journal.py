@@ -33,7 +33,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.core.driver import JOURNAL
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 ME = Owner(name="me", host="here", pid=1)
 YOU = Owner(name="you", host="there", pid=2, flow_run="brave-otter")

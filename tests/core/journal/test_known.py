@@ -10,7 +10,7 @@ from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.storage.object_store import Listed
 from tests.core.driver import JOURNAL
 from tests.core.histories import ME, next_state, opened, stamp
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 
 def some_history(entries: int) -> MemoryStore:

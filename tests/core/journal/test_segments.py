@@ -30,7 +30,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.core.driver import JOURNAL
 from tests.core.histories import base, fold, next_state, opened, stamp
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 NAMES = [f"t{number}" for number in range(7)]
 BASES = [2, 3, 10]

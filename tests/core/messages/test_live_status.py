@@ -26,7 +26,7 @@ from prefect_tune.core.messages.live_status import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 KEY = JournalKey(experiment="e")
 WRITTEN = "2026-11-23T01:00:00+00:00"

@@ -27,7 +27,7 @@ from prefect_tune.core.messages.stop_requests import (
 )
 from prefect_tune.core.storage.layout import request_path
 from prefect_tune.core.storage.object_store import Buffer
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 OWNER = Owner(name="first", host="here", pid=1)
 

@@ -32,8 +32,8 @@ from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Session, Witness
-from tests.core.invariants import violations
-from tests.fakes.memory_store import MemoryStore
+from tests.core.protocol.invariants import violations
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -14,7 +14,7 @@ from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import JournalKey
-from tests.core.meetings import (
+from tests.core.protocol.meetings import (
     Act,
     Scene,
     clear_late,
@@ -32,10 +32,10 @@ from tests.core.meetings import (
     with_a_clone_that_is_over,
     without_a_clone,
 )
-from tests.core.mutate import Mutant
-from tests.core.population import Member, newest, own, promises_broken
-from tests.fakes.dying_store import Way
-from tests.fakes.memory_files import restored
+from tests.core.protocol.mutate import Mutant
+from tests.core.protocol.population import Member, newest, own, promises_broken
+from tests.fakes.stores.dying_store import Way
+from tests.fakes.stores.memory_files import restored
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -26,8 +26,8 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
-from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -18,13 +18,13 @@ from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.operations import delete_experiment
 from prefect_tune.core.operations import fork_experiment as forking
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.core.matrix import Explored
-from tests.core.mutate import Mutant
 from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
 from tests.core.operations.test_fork_experiment import forked
+from tests.core.protocol.matrix import Explored
+from tests.core.protocol.mutate import Mutant
+from tests.core.protocol.turns import Choice, IsPoint, drawn, everywhere, in_turns
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
-from tests.core.turns import Choice, IsPoint, drawn, everywhere, in_turns
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -27,7 +27,7 @@ from prefect_tune.core.operations.maintenance_state import (
 from prefect_tune.core.operations.scrub import Inspected, Inspection
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, maintenance_path
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 NAME = "e"
 FOLDER = TrialKey(experiment=NAME, trial="t")

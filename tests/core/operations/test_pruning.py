@@ -12,7 +12,6 @@ from prefect_tune.core.journal_events.experiment_events import Finished
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from tests.core.meetings import clones, with_a_clone_that_is_over
 from tests.core.operations.test_trial_gc import (
     CLONE,
     KEEPS,
@@ -25,8 +24,9 @@ from tests.core.operations.test_trial_gc import (
     reopened,
     training,
 )
-from tests.core.population import newest, promises_broken
-from tests.fakes.memory_store import MemoryStore
+from tests.core.protocol.meetings import clones, with_a_clone_that_is_over
+from tests.core.protocol.population import newest, promises_broken
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -29,7 +29,7 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, retried
-from tests.core.meetings import (
+from tests.core.protocol.meetings import (
     Act,
     Scene,
     clones,
@@ -45,10 +45,10 @@ from tests.core.meetings import (
     with_a_clone_that_is_over,
     without_a_clone,
 )
-from tests.core.mutate import break_lines
-from tests.core.population import Member, newest, own, promises_broken
-from tests.fakes.dying_store import WRITES, Way
-from tests.fakes.memory_files import restored
+from tests.core.protocol.mutate import break_lines
+from tests.core.protocol.population import Member, newest, own, promises_broken
+from tests.fakes.stores.dying_store import WRITES, Way
+from tests.fakes.stores.memory_files import restored
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

@@ -20,14 +20,14 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session
-from tests.core.invariants import violations
-from tests.core.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
-from tests.core.owners import old_owner
-from tests.core.population import newest, own
-from tests.core.turns import Choice, in_turns
-from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.memory_files import restored
-from tests.fakes.memory_store import MemoryStore
+from tests.core.protocol.invariants import violations
+from tests.core.protocol.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
+from tests.core.protocol.owners import old_owner
+from tests.core.protocol.population import newest, own
+from tests.core.protocol.turns import Choice, in_turns
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 

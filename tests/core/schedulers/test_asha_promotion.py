@@ -13,7 +13,7 @@ from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Pause, Stop
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
-from tests.fakes.virtual_driver import Table, VirtualRun, World
+from tests.fakes.searches.virtual_driver import Table, VirtualRun, World
 
 PROMOTION = ASHA(max_t=27, variant="promotion")
 

@@ -14,8 +14,8 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from tests.core.schedulers.asking import LOSS
-from tests.fakes.digits import EPOCHS, TRIALS, configs, is_good, table
-from tests.fakes.virtual_driver import Outcome, VirtualRun, World
+from tests.fakes.searches.digits import EPOCHS, TRIALS, configs, is_good, table
+from tests.fakes.searches.virtual_driver import Outcome, VirtualRun, World
 
 ORDERS = 200
 

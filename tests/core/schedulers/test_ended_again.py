@@ -12,7 +12,7 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
 from tests.core.schedulers.asking import Asked
-from tests.fakes.virtual_driver import would_answer
+from tests.fakes.searches.virtual_driver import would_answer
 
 TRIALS = ("a", "b", "c", "d")
 SCHEDULERS: dict[str, Scheduler] = {

@@ -8,7 +8,7 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.schedulers.base import Continue, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from tests.core.schedulers.asking import SCORE, Asked
-from tests.fakes.virtual_driver import Table, VirtualRun, World
+from tests.fakes.searches.virtual_driver import Table, VirtualRun, World
 
 NINE = [f"t{number}" for number in range(9)]
 

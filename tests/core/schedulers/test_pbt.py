@@ -13,7 +13,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
 from tests.core.schedulers.asking import SCORE, Asked
-from tests.fakes.virtual_driver import Config, State, VirtualRun, World
+from tests.fakes.searches.virtual_driver import Config, State, VirtualRun, World
 
 MUTATIONS = {"lr": uniform(0, 1)}
 

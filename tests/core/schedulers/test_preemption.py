@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.core.schedulers.asha import ASHA
 from tests.core.schedulers.asking import LOSS
-from tests.fakes.virtual_driver import Config, State, VirtualRun, World
+from tests.fakes.searches.virtual_driver import Config, State, VirtualRun, World
 
 R = 256
 UNITS = 2000

@@ -18,7 +18,16 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
 from tests.core.schedulers.asking import LOSS
-from tests.fakes.virtual_driver import Config, Outcome, Recorded, Table, Told, VirtualRun, World, would_answer
+from tests.fakes.searches.virtual_driver import (
+    Config,
+    Outcome,
+    Recorded,
+    RecordedCall,
+    Table,
+    VirtualRun,
+    World,
+    would_answer,
+)
 
 MAX_T = 27
 SCHEDULERS: Mapping[str, Scheduler] = {
@@ -90,16 +99,16 @@ def test_a_thousand_experiments_come_to_their_ends(scheduler: Scheduler, world: 
 def replays(scheduler: Scheduler, world: World, trials: int) -> None:
     """Replaying any prefix of the recorded calls yields the same state and the same later answers."""
     recorded, _ = run(scheduler, world, trials)
-    for cut in range(len(recorded.told) + 1):
-        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.told[:cut])
+    for cut in range(len(recorded.calls) + 1):
+        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
         if cut:
-            by_then = [call.arguments[0] for call in recorded.told[:cut] if call.name == "added"]
-            assert would_answer(fresh, by_then) == recorded.told[cut - 1].state
-        for call in recorded.told[cut:]:
+            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "added"]
+            assert would_answer(fresh, by_then) == recorded.calls[cut - 1].state
+        for call in recorded.calls[cut:]:
             assert call.to(fresh) == call.answer
 
 
-def replayed(fresh: Schedule, history: list[Told]) -> Schedule:
+def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
     """Replay recorded calls; "exhausted" is not journaled, so it is repeated only at the end."""
     for call in history:
         if call.name != "exhausted":
@@ -138,7 +147,7 @@ def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
 ) -> None:
     recorded, _ = run(scheduler, world, trials)
     twice = scheduler.begin(LOSS, world.seed)
-    for call in recorded.told:
+    for call in recorded.calls:
         answer: Any = call.to(twice)
         assert answer == call.answer
         if call.name == "decide" and answer.type != "exploit":  # after an exploit the next call is of another trial

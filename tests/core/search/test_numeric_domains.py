@@ -24,7 +24,7 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
-from tests.fakes.spaces import QUANTILES, floats, integers, normals, ranges
+from tests.fakes.searches.spaces import QUANTILES, floats, integers, normals, ranges
 
 ALMOST_ONE = 1 - 2**-53
 COUNT = 2000

@@ -16,7 +16,7 @@ from prefect_tune.core.search.domains import choice, grid_search, randint, sampl
 from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
 from prefect_tune.core.search.random_search import ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.space import resolve, valid_space
-from tests.fakes.spaces import spaces
+from tests.fakes.searches.spaces import spaces
 
 Config = Mapping[str, Any]
 

@@ -29,7 +29,7 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.space import Draw, resolve, valid_space
-from tests.fakes.spaces import QUANTILES, spaces
+from tests.fakes.searches.spaces import QUANTILES, spaces
 
 
 def seeded(seed: int) -> Draw:

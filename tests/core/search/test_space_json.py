@@ -27,7 +27,7 @@ from prefect_tune.core.search.domains import (
 )
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.search.space_json import Function, space_from_json, space_to_json
-from tests.fakes.spaces import spaces
+from tests.fakes.searches.spaces import spaces
 
 
 def width(config: Mapping[str, object]) -> object:

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.integrations.optuna import OptunaSearch
-from tests.fakes.functions import BRANIN, HARTMANN, Problem, regret
+from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
 
 
 def test_tpe_comes_closer_than_chance() -> None:

@@ -37,7 +37,7 @@ from prefect_tune.core.search.domains import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
 from prefect_tune.integrations.optuna import OptunaSearch
-from tests.fakes.spaces import spaces
+from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
 
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # half of it is, said while tests are collected

@@ -241,7 +241,7 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
     checkpoint: pt.Checkpoint, target: Path, staged: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, "borrow") as reader:
-        assert files_in(reader.told()) == FILES
+        assert files_in(reader.answer()) == FILES
         reader.kill()
     assert len(copies(temporary_files)) == 2  # the copy and its seal file
     other = KEY.model_copy(update={"step": 50})
@@ -257,7 +257,7 @@ def test_a_killed_readers_forked_child_pins_nothing(
     checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, "borrow and fork") as reader:
-        child = int(reader.told())
+        child = int(reader.answer())
         reader.kill()
         try:
             with pt.Checkpoint(target / KEY.folder).as_directory():

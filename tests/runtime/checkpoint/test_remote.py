@@ -24,9 +24,9 @@ from prefect_tune.stores.local.download import fetch_plain
 from prefect_tune.stores.locations.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
-from tests.fakes.memory_store import MemoryStore
-from tests.fakes.moto_server import moto_server
-from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.servers.moto_server import moto_server
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.stores.memory_store import MemoryStore
 
 SIZE = sum(map(len, FILES.values()))
 PLAIN = {"model.safetensors": b"weights" * 1000, "a folder/odd name?#%.txt": b"text", "empty": b""}
@@ -89,7 +89,7 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
 ) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(CheckpointUser(pt.Checkpoint(uri), "borrow")) for _ in range(3)]
-        directories = {user.told() for user in users}
+        directories = {user.answer() for user in users}
         assert len(directories) == 1
         assert served(sink) == SIZE
         (directory,) = directories
@@ -121,7 +121,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
                 time.sleep(1)  # usually enough for `second` to wait for `first`; the outcome is the same without
                 proceed.set()
                 assert first.go_on() == 1
-                assert files_in(second.told()) == FILES
+                assert files_in(second.answer()) == FILES
                 assert second.go_on() == 0
     assert copies(temporary_files) == []
 
@@ -135,7 +135,7 @@ def test_a_download_whose_process_was_killed_is_made_by_one_who_waited(
         with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
             first.kill()
             gate.open()
-            assert files_in(second.told()) == FILES
+            assert files_in(second.answer()) == FILES
             assert second.go_on() == 0
     assert copies(temporary_files) == []
 
@@ -143,8 +143,8 @@ def test_a_download_whose_process_was_killed_is_made_by_one_who_waited(
 def test_the_copies_of_one_object_get_one_temporary_directory_for_one_download(sink: S3Sink, uri: str) -> None:
     checkpoint = pt.Checkpoint(uri)
     with CheckpointUser(checkpoint, "have") as one, CheckpointUser(checkpoint, "have") as two:
-        there = one.told()
-        assert two.told() == there
+        there = one.answer()
+        assert two.answer() == there
         assert served(sink) == SIZE
         assert one.go_on() == two.go_on() == 0
     assert files_in(there) == FILES
@@ -155,7 +155,7 @@ def test_the_copies_of_one_object_get_one_temporary_directory_for_one_download(s
 def test_processes_that_ask_for_one_directory_download_once(sink: S3Sink, uri: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with CheckpointUser(pt.Checkpoint(uri), "have", out) as one, CheckpointUser(pt.Checkpoint(uri), "have", out) as two:
-        assert one.told() == two.told() == out
+        assert one.answer() == two.answer() == out
         assert one.go_on() == two.go_on() == 0
     assert served(sink) == SIZE
     assert files_in(out) == FILES

@@ -26,8 +26,8 @@ from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.locations.open_location import fsspec_store
 from prefect_tune.stores.posix.posix_store import PosixStore
-from tests.fakes.racers import winners
-from tests.fakes.slow_stores import HangsInConstructor, MoodyStore
+from tests.fakes.stores.racers import winners
+from tests.fakes.stores.slow_stores import HangsInConstructor, MoodyStore
 from tests.stores.contract import StoreContract
 
 SOON = timedelta(seconds=1.5)
@@ -189,7 +189,7 @@ ORPHAN = """
 import sys
 from functools import partial
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
-from tests.fakes.slow_stores import MoodyStore
+from tests.fakes.stores.slow_stores import MoodyStore
 store = IsolatedStore(partial(MoodyStore, sys.argv[1]), children_max=1)
 print(store.read("pid").decode(), flush=True)
 store.put("drip", b"")

@@ -18,7 +18,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFile
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
-from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stores.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", trial="t")
 ABOUT = About(attempt=1, epoch=1, write_id="w", created_at="now")

@@ -27,7 +27,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
 from prefect_tune.stores.object_store.error_codes import CODES, SOURCES, ErrorCode, Meaning
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
-from tests.fakes.canned_http import Canned, answering, s3_error
+from tests.fakes.servers.canned_http import Canned, answering, s3_error
 
 _PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
 

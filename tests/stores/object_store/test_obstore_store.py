@@ -27,9 +27,9 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore
-from tests.fakes.moto_server import moto_server
-from tests.fakes.object_stores import KEYS, Once, object_store, until
-from tests.fakes.s3_sink import Fault, S3Sink
+from tests.fakes.servers.moto_server import moto_server
+from tests.fakes.servers.s3_sink import Fault, S3Sink
+from tests.fakes.stores.object_stores import KEYS, Once, object_store, until
 from tests.stores.contract import StoreContract
 
 

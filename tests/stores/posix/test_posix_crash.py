@@ -9,8 +9,8 @@ import pytest
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreUnavailable
 from prefect_tune.stores.posix.posix_store import PosixStore
-from tests.fakes.dying_store import Crash, Way
-from tests.fakes.memory_posix import DyingCalls, MemoryPosix, posix_store
+from tests.fakes.stores.dying_store import Crash, Way
+from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.stores.contract import StoreContract
 
 NEW = b"the new bytes, whole"

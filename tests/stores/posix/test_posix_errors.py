@@ -18,7 +18,7 @@ from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailab
 from prefect_tune.stores.posix.posix_errors import UNSUPPORTED
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.stores.posix.syscalls import OsCalls
-from tests.fakes.processes import until_mounted
+from tests.fakes.servers.processes import until_mounted
 
 CANNOT = sorted(UNSUPPORTED)
 NEEDED = {

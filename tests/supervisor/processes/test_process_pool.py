@@ -35,7 +35,7 @@ from tests.fakes.trial_processes import (
     start_of,
     until,
 )
-from tests.trainables.forked import daemonizes, dies, looks_around, prints, waits
+from tests.trainables.processes.forked import daemonizes, dies, looks_around, prints, waits
 from tests.trainables.witness import Act, acts_of
 
 LOG = log_to(LogRecorder())
@@ -147,7 +147,7 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        pool.prepare("tests.trainables.forked:looks_around", LOG)
+        pool.prepare("tests.trainables.processes.forked:looks_around", LOG)
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
         found_in(pool, tmp_path)
 
@@ -398,7 +398,7 @@ from pathlib import Path
 from typing import Any
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import LogRecorder, messages_of, log_to, start_of
-from tests.trainables.forked import computes, daemonizes
+from tests.trainables.processes.forked import computes, daemonizes
 pool = TrialProcessPool(slots=4)
 def train(trainable):
     start = start_of(trainable, Path(sys.argv[1]), {"witness": sys.argv[2], "gate": "/none"})

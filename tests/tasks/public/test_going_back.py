@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.learning_curves import curve
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import history
 from tests.fakes.checkpoints import files_in
-from tests.fakes.dying_store import DyingStore, Way
+from tests.fakes.stores.dying_store import DyingStore, Way
 from tests.tasks.public.conftest import Caller
 
 

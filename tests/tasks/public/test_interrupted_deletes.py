@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.errors import TuneError
 from tests.fakes.checkpoints import files_in
-from tests.fakes.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.tasks.public.conftest import Caller
 from tests.tasks.public.test_checkpoints import spoil
 

@@ -7,7 +7,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import StoreUnavailable
 from tests.fakes.checkpoints import files_in
-from tests.fakes.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.tasks.public.conftest import Caller
 
 CREATES = frozenset({"create"})

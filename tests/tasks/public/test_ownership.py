@@ -21,8 +21,8 @@ from prefect_tune.tasks.commit_entry import commit_entry
 from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.public import attempts, ownership, save_checkpoint
 from tests.fakes.checkpoints import files_in
-from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.experiments import write_search
+from tests.fakes.searches.experiments import write_search
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.tasks.public.conftest import Caller
 
 

@@ -1,0 +1,154 @@
+"""Write the history of a search to a store in memory that counts requests and bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.models import Stamp, StepReport
+from tests.fakes.stores.memory_store import MemoryStore
+
+__all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_history"]
+
+NAME = "long"
+OWNER = Owner(name="driver", host="here", pid=1)
+_AT_ONCE = 16
+_ENTRIES_OF_A_TRIAL = 6
+_BATCH = 100
+
+_Say = Callable[[Experiment], Sequence[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The objects on the target after a search, and the cost of an entry: a mean over all entries unless noted."""
+
+    objects: Mapping[str, bytes]
+    trials: int
+    entries: int
+    entry_bytes: float
+    requests: float
+    """Requests of the entry itself, for which its writer waits."""
+    late_requests: float
+    """Requests of segments, which are written in the background."""
+    late_bytes: float
+    largest_segment_bytes: int
+    append_microseconds: float
+    """CPU time; the mean of the quickest hundred of the last tenth, undisturbed by other load."""
+    late_microseconds: float
+    """CPU of segments; the mean, since some are large."""
+
+
+def write_history(trial_count: int) -> History:
+    """Write six entries for each trial, sixteen trials at a time; stop one entry before the last.
+
+    So the number of entries has as many nines as it can have, and opening reads as much as it can.
+    """
+    entries, segments = _Watched(), _Watched()
+    state = journal.take_over(entries.store, NAME, OWNER, new_stamp(0), side_by_side=map)
+    for say in _search(trial_count):
+        state = entries.watch(partial(_next, entries.store, state, say(state)))
+        segments.watch(partial(write_due_segment, segments.store, state))
+        if state.number == _ENTRIES_OF_A_TRIAL * trial_count - 1:
+            break
+    count = state.number
+    return History(
+        objects={**entries.store.objects, **segments.store.objects},
+        trials=len(state.trials),
+        entries=count,
+        entry_bytes=entries.store.bytes_in / count,
+        requests=entries.store.operations.total() / count,
+        late_requests=segments.store.operations.total() / count,
+        late_bytes=segments.store.bytes_in / count,
+        largest_segment_bytes=max(map(len, segments.store.objects.values())),
+        append_microseconds=entries.lately() * 1e6,
+        late_microseconds=sum(segments.seconds) / count * 1e6,
+    )
+
+
+def new_stamp(number: int) -> Stamp:
+    """Return a stamp as long as a real one."""
+    return Stamp(write_id=f"{number:032x}", at="2026-11-21T08:23:13.760+00:00")
+
+
+def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
+    """Return a step and its checkpoint."""
+    step = experiment.trial(trial).step + 1
+    metrics = {"loss": 1 / (step + 1), "accuracy": 1 - 1 / (step + 2), "examples": 60000 * step}
+    report = StepReport(step=step, metrics=metrics, trained_seconds=12.25 * step)
+    saved = CheckpointRef(
+        step=step,
+        sequence=experiment.number,
+        metrics=metrics,
+        trained_seconds=report.trained_seconds,
+        size_bytes=1 << 26,
+    )
+    return [Reported(trial=trial, report=report), Committed(trial=trial, checkpoint=saved)]
+
+
+class _Watched:
+    """A store that measures the CPU time of its calls."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.seconds: list[float] = []
+
+    def watch(self, act: Callable[[], Experiment | None]) -> Experiment:
+        started = time.thread_time()
+        result = act()
+        self.seconds.append(time.thread_time() - started)
+        return result  # type: ignore[return-value]  # of segments it is not used
+
+    def lately(self) -> float:
+        """CPU seconds of one act: the mean of the quickest batch in the last tenth."""
+        last = self.seconds[-max(_BATCH, len(self.seconds) // 10) :]
+        return min(sum(last[at : at + _BATCH]) / _BATCH for at in range(0, len(last) - _BATCH + 1, _BATCH))
+
+
+def _next(store: MemoryStore, state: Experiment, events: Sequence[Event]) -> Experiment:
+    return journal.append(store, state, events, new_stamp(state.number + 1))
+
+
+def _search(trial_count: int) -> Iterator[_Say]:
+    yield lambda _: [Adopted()]
+    waiting = (_life(f"trial-{number:05d}", number) for number in range(trial_count))
+    running = deque(life for _, life in zip(range(_AT_ONCE), waiting, strict=False))
+    while running:
+        life = running.popleft()
+        if say := next(life, None):
+            yield say
+            running.append(life)
+        elif later := next(waiting, None):
+            running.append(later)
+
+
+def _life(trial: str, number: int) -> Iterator[_Say]:
+    config: dict[str, object] = {
+        "lr": 10 ** -(1 + number % 40 / 10),
+        "layers": number % 7,
+        "width": 32 << number % 5,
+        "seed": number,
+    }
+    config |= {"activation": "relu", "optimizer": {"name": "adam", "betas": [0.9, 0.999]}}
+    yield lambda _: [TrialAdded(trial=trial, config=config)]
+    yield lambda _: [Started(trial=trial, attempt=1, from_step=0)]
+    for _ in range(_ENTRIES_OF_A_TRIAL - 3):
+        yield lambda state: next_report(state, trial)
+    yield lambda _: [Finished(trial=trial, reason="3 steps are done")]

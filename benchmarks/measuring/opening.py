@@ -1,0 +1,120 @@
+"""One process that opens an experiment and continues it, measured from inside; it prints JSON.
+
+    python -m benchmarks.measuring.opening load|own --directory PATH
+    python -m benchmarks.measuring.opening load|own --endpoint URL
+
+Imports are not measured; the client's connection is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.measuring.long_history import NAME, OWNER, new_stamp
+from benchmarks.measuring.resident import resident_bytes
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.stores.object_stores import object_store
+
+__all__ = ["Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one act cost."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    objects_read: int
+    bytes_read: int
+    rss_before_bytes: int
+    rss_bytes: int
+    """With the experiment in memory."""
+    peak_rss_bytes: int
+    trials: int
+
+
+class _Counted:
+    """A store that counts its reads."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+        self.operations: Counter[str] = Counter()
+        self.bytes_read = 0
+
+    @property
+    def conditional_create(self) -> bool:
+        return self.inner.conditional_create
+
+    def create(self, path: str, data: Buffer) -> None:
+        self.inner.create(path, data)
+
+    def put(self, path: str, data: Buffer) -> None:
+        self.inner.put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        data = self.inner.read(path, offset=offset, length=length)
+        self.operations["read"] += 1
+        self.bytes_read += len(data)
+        return data
+
+    def size(self, path: str) -> int | None:
+        return self.inner.size(path)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return self.inner.list(prefix, after=after)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self.inner.delete(paths)
+
+
+def _load(store: ObjectStore) -> Experiment:
+    with transfer_pool() as transfers:
+        return journal.load(store, NAME, side_by_side=transfers)
+
+
+def _own(store: ObjectStore) -> Experiment:
+    with transfer_pool() as transfers:
+        return journal.take_over(store, NAME, OWNER, new_stamp(1 << 99), side_by_side=transfers)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("act", choices=("load", "own"))
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--endpoint")
+    asked = parser.parse_args()
+    inner = object_store(asked.endpoint, prefix="runs") if asked.endpoint else PosixStore(asked.directory)
+    store = _Counted(inner)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    started, cpu = time.perf_counter(), time.process_time()
+    experiment = (_load if asked.act == "load" else _own)(store)
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+    gc.collect()
+    reads = store.operations["read"]
+    measured = Measured(
+        wall,
+        cpu,
+        reads,
+        store.bytes_read,
+        before,
+        resident_bytes("VmRSS"),
+        resident_bytes("VmHWM"),
+        len(experiment.trials),
+    )
+    print(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,131 @@
+"""One search of a real trainable with one peer: `benchmarks.imports` starts it as a process of its own.
+
+python -m benchmarks.peers.real PEER WORK
+
+PEER is `ours`, `ray`, `ray-reuse` or `optuna`; WORK the JSON of a `Work`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+_LEAST, _MOST = 1e-4, 1e-1
+
+
+@dataclass(frozen=True)
+class Work:
+    """A search: of a module of `benchmarks.real`, with `fifo` or `asha`, in an empty directory."""
+
+    trainable: str
+    scheduler: str
+    trials: int
+    epochs: int
+    room: str
+
+
+def _ours(work: Work) -> int:
+    import prefect_tune as pt
+
+    results = pt.tune(
+        f"benchmarks.real.{work.trainable}:train",
+        {"lr": pt.loguniform(_LEAST, _MOST), "epochs": work.epochs},
+        target=f"{work.room}/target",
+        experiment="real",
+        metric="loss",
+        num_samples=work.trials,
+        scheduler=pt.ASHA(max_t=work.epochs, grace_period=1) if work.scheduler == "asha" else None,
+        max_concurrent_trials=2,
+    )
+    return len(results.trials) - len(results.errors)
+
+
+def _ray(work: Work, *, reuse: bool = False) -> int:
+    ray: Any = import_module("ray")
+    tune: Any = import_module("ray.tune")
+    trainable = f"benchmarks.real.{work.trainable}"
+
+    def train(config: Mapping[str, object]) -> None:
+        import_module(trainable).train(config)
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    results = tune.Tuner(
+        train,
+        param_space={"lr": tune.loguniform(_LEAST, _MOST), "epochs": work.epochs},
+        tune_config=tune.TuneConfig(
+            metric="loss",
+            mode="min",
+            num_samples=work.trials,
+            max_concurrent_trials=2,
+            reuse_actors=reuse,
+            scheduler=tune.schedulers.ASHAScheduler(max_t=work.epochs, grace_period=1)
+            if work.scheduler == "asha"
+            else None,
+        ),
+        run_config=tune.RunConfig(name="real", storage_path=f"{work.room}/target", verbose=0),
+    ).fit()
+    return len(results) - len(results.errors)
+
+
+def _optuna(work: Work) -> int:
+    """Two processes that share a study in a file, as Optuna's documentation shows it."""
+    command = [sys.executable, "-m", "benchmarks.peers.real", "optuna-worker"]
+    shares = [replace(work, trials=work.trials // 2), replace(work, trials=work.trials - work.trials // 2)]
+    workers = [subprocess.Popen([*command, json.dumps(asdict(share))]) for share in shares]
+    failed = [each.wait() for each in workers]
+    return 0 if any(failed) else len(_study(work).trials)
+
+
+def _optuna_worker(work: Work) -> int:
+    from benchmarks.real.reporting import OptunaTrial
+
+    train = import_module(f"benchmarks.real.{work.trainable}").train
+
+    def objective(trial: Any) -> float:
+        reporting = OptunaTrial(trial)
+        train({"lr": trial.suggest_float("lr", _LEAST, _MOST, log=True), "epochs": work.epochs})
+        return reporting.loss
+
+    _study(work).optimize(objective, n_trials=work.trials)
+    return work.trials
+
+
+def _study(work: Work) -> Any:
+    optuna: Any = import_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=4)
+    backend: Any = import_module("optuna.storages.journal").JournalFileBackend(f"{work.room}/study")
+    return optuna.create_study(
+        study_name="real",
+        storage=optuna.storages.JournalStorage(backend),
+        sampler=optuna.samplers.RandomSampler(),
+        pruner=halving if work.scheduler == "asha" else optuna.pruners.NopPruner(),
+        load_if_exists=True,
+    )
+
+
+_PEERS: Mapping[str, Callable[[Work], int]] = {
+    "ours": _ours,
+    "ray": _ray,
+    "ray-reuse": partial(_ray, reuse=True),
+    "optuna": _optuna,
+    "optuna-worker": _optuna_worker,
+}
+
+
+def _main(peer: str, work: Work) -> None:
+    os.environ["BENCHMARK_PEER"] = peer.partition("-")[0]
+    done = _PEERS[peer](work)
+    if done != work.trials:
+        raise SystemExit(f"{peer}: {done} of {work.trials} trials are done")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Work(**json.loads(sys.argv[2])))

@@ -1,0 +1,290 @@
+"""Searches from the command line: run, interrupted, resumed, and refused calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.cli.shared.option_parsing import space_from
+from tests.fakes.command_line import Done, Run
+from tests.fakes.searches.experiments import write_search
+from tests.fakes.servers.processes import free_port
+
+TRAIN = "tests.trainables.moody:train"
+MOODY = "tests.trainables.moody:Moody"
+
+
+@pytest.fixture
+def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]:
+    """Run a search called `e` from the command line."""
+    assert prefect_server
+
+    def call(trainable: str, *arguments: object) -> Done:
+        return run("run", trainable, "--target", tmp_path, "--experiment", "e", "--metric", "loss", *arguments)
+
+    return call
+
+
+def test_a_search_is_run_and_printed_the_best_trial_first(search: Callable[..., Done], tmp_path: Path) -> None:
+    done = search(TRAIN, "--set", "x=grid_search(3,1,2)", "--num-samples", 1, "--json")
+    assert done.code == 0
+    assert [each["config"]["x"] for each in json.loads(done.out)["trials"]] == [1, 2, 3]
+    assert (tmp_path / "e").is_dir()
+
+
+def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
+    search: Callable[..., Done], run: Run, tmp_path: Path
+) -> None:
+    options = ("--set", "fails=raise", "--set", f"until={tmp_path / 'mended'}", "--stop", "step=3")
+    done = search(MOODY, *options, "--num-samples", 1)
+    assert done.code == 3
+    assert "in a mood" in done.out
+    then = pt.load_results(tmp_path, "e").experiment.number
+    (tmp_path / "mended").touch()
+    only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
+    assert json.loads(only.out)["trials_by_status"] == {"completed": 1}
+    again = run("resume", tmp_path, "e", "--rerun-errored", "--num-samples", 2, "--json")
+    assert again.code == 0
+    assert json.loads(again.out)["trials_by_status"] == {"completed": 2}
+    forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
+    assert forked.code == 3
+    assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
+    seed = ("--seed", pt.load_results(tmp_path, "f").experiment.settings["seed"])
+    there = search(MOODY, *options, *seed, "--num-samples", 1, "--experiment", "f", "--rerun-errored", "--json")
+    assert json.loads(there.out)["trials_by_status"] == {"completed": 1}
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_without_its_metric_says_so_also_if_a_trial_errored(run: Run, tmp_path: Path) -> None:
+    options = ("--target", tmp_path, "--experiment", "e", "--metric", "accuracy", "--stop", "step=3")
+    done = run("run", MOODY, *options, "--set", "fails=grid_search(raise,not)", "--num-samples", 1)
+    assert done.code == 1
+    assert "expected the metric 'accuracy', found " in done.err
+    assert done.err.endswith("continue from their checkpoints, errored ones with rerun_errored=True\n")
+
+
+def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:
+    write_search(tmp_path, "first", {"00000": 0.5})
+    (tmp_path / "space.yaml").write_text("x: {uniform: [0, 1e-1]}\nfails: no\n")
+    done = search(
+        MOODY,
+        *("--space", tmp_path / "space.yaml", "--set", "depth.of.it=[1, 2]", "--mode", "max", "--num-samples", 2),
+        *("--scheduler", '{"ASHA": {"max_t": 4}}', "--search", '{"RandomSearch": {"num_samples": 2}}', "--seed", 7),
+        *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
+        *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),
+        *("--tag", "mine", "--grace-period-seconds", 3, "--silence-timeout-seconds", 60, "--resume", "never"),
+        *("--on-code-change", "refuse", "--warm-start", "first"),
+    )
+    assert done.code == 0
+    shown = json.loads(done.out)
+    assert shown["trials"][0]["config"]["depth"] == {"of": {"it": [1, 2]}}
+    assert all(0 <= each["config"]["x"] <= 0.1 for each in shown["trials"])
+    assert max(len(each["checkpoints"]) for each in shown["trials"]) == 1
+    settings = shown["settings"]
+    assert settings["warm_start"] == ["first"]
+    assert list(pt.load_results(tmp_path, "e").experiment.learned) == ["first"]
+    assert {name: settings[name] for name in ("mode", "num_samples", "seed", "stop", "fail_fast", "isolation")} == {
+        "mode": "max",
+        "num_samples": 2,
+        "seed": 7,
+        "stop": {"step": 2},
+        "fail_fast": True,
+        "isolation": "thread",
+    }
+    assert {"checkpoint", "retention", "failures", "scheduler", "search", "max_concurrent_trials"} <= set(settings)
+
+
+@pytest.mark.timeout(900)
+def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str, run: Run, tmp_path: Path) -> None:
+    command = ["run", "tests.trainables.digits_table:DigitsTable", "--target", str(tmp_path), "--experiment", "e"]
+    command += ["--set", "row=grid_search(1,2)", "--set", "step_seconds=0.2", "--num-samples", "1", "--stop", "step=20"]
+    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command, "--checkpoint-every", "1"],
+        env={**os.environ, "PREFECT_API_URL": prefect_server},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    _wait_for(lambda: any(tmp_path.glob("e/trials/*/checkpoints/*/manifest.json")))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    again = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"
+    assert said.splitlines()[-1] == f"stopped; resume with: {again}"
+    resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
+    assert resumed.code == 0
+    assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [
+        ("completed", True)
+    ] * 2
+
+
+def _wait_for(fact: Callable[[], bool]) -> None:
+    until = time.monotonic() + 150
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--mode", "biggest")
+    assert done.code == 2
+    assert "'biggest' is not one of 'min', 'max'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resource", "gqu=1"], "resources_per_trial"),
+        (["--callback", "prefect_tune:Nothing"], "prefect_tune"),
+        (["--max-concurrent-trials", "0"], "max_concurrent_trials: expected 1 or more, found 0"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_told_in_one_line(
+    search: Callable[..., Done], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = search(TRAIN, "--set", "x=1", *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("prefect-tune: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
+        (
+            ["--set", "lr=logunif(1,2)"],
+            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'",
+        ),
+        (
+            ["--set", "lr=loguniform(0.1,1e-4)"],
+            "lr: loguniform(0.1, 0.0001): expected low < high, found low=0.1 and high=0.0001; did you mean loguniform(",
+        ),
+        (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': expected loguniform(...) in"),
+        (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
+        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
+        (["--set", 'n=choice("a,b",c)'], "in the brackets expected JSON"),
+        (["--set", "n=choice('a')"], "in the brackets expected JSON"),
+        (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': expected 'a' to be an object"),
+        (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
+        (["--stop", "step=true"], "--stop 'step=true': expected step=100, or package.module:name"),
+        (["--stop", '{"step": "many"}'], "stop"),
+        (["--stop", "MaxFailures=5"], 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
+        (["--resource", "gpu=all"], "--resource 'gpu=all': expected name=number"),
+        (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
+        (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
+        (["--space", "README.md"], "--space README.md: not valid JSON: "),
+        (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
+        (["--scheduler", "ASAH"], "scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
+        (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
+        (["--search", "Optuna"], "did you mean 'OptunaSearch'?"),
+    ],
+)
+def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("prefect-tune: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        ("my_trian:Net", "trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here?"),
+        (
+            "tests.trainables.moody:Mody",
+            "trainable 'tests.trainables.moody:Mody': module 'tests.trainables.moody' (*) has no 'Mody'; did you mean*",
+        ),
+    ],
+)
+def test_a_misspelt_trainable_ends_with_2_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, trainable: str, message: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    options = {
+        "run": [trainable, "--target", tmp_path, "--experiment", "e"],
+        "resume": [tmp_path, "e", "--trainable", trainable],
+    }
+    done = run(command, *options[command])
+    assert (done.code, done.out) == (2, "")
+    assert fnmatchcase(done.err, f"prefect-tune: {message}\n".replace("?", "[?]"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
+    settings = ["a=choices", "b=uniformly", 'c="choice(1"', "d=choice(adam,sgd)", 'e=choice("a,b","c")', "f=[a-z]+"]
+    assert space_from(None, settings) == {
+        "a": "choices",
+        "b": "uniformly",
+        "c": "choice(1",
+        "d": {"choice": ["adam", "sgd"]},
+        "e": {"choice": ["a,b", "c"]},
+        "f": "[a-z]+",
+    }
+
+
+def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "torn.yaml").write_text("{a: ")
+    for name, message in (("list.yaml", "expected an object"), ("torn.yaml", "not valid YAML: ")):
+        done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--space", tmp_path / name)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert message in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frist"], "there is no experiment 'frist' at {target}; did you mean 'first'?"),
+        (["elsewhere"], "there is no experiment 'elsewhere' at {target}"),
+        (
+            ["first", "--num-samples", 3],
+            "num_samples: experiment 'first' has 10 already, and this run passes 3: it is the new total. Pass 10",
+        ),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object], message: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    write_search(tmp_path, "first", {"00000": 0.5})
+    done = run("resume", tmp_path, *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"prefect-tune: {message.format(target=tmp_path.as_uri())}")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
+def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    command = ["run", TRAIN, "--target", str(tmp_path), "--experiment", "e", "--set", "x=1"]
+    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        env={**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")
+    assert done.stderr.count("\n") == 1

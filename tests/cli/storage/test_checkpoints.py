@@ -1,0 +1,106 @@
+"""The checkpoints of a search from the command line: listed, verified, exported, garbage-collected."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import Owner, Retired
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.checkpoints import files_in
+from tests.fakes.command_line import Run
+from tests.fakes.searches.experiments import write_experiment
+
+
+@pytest.fixture
+def own_moods(moods: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(moods, tmp_path / "copy")
+
+
+def test_the_checkpoints_of_all_trials_are_listed_and_those_of_one(run: Run, moods: Path) -> None:
+    rows = json.loads(run("checkpoints", moods, "moods", "--json").out)
+    assert [(row["trial"], row["step"]) for row in rows] == [
+        ("00000", 1),
+        ("00001", 2),
+        ("00001", 3),
+        ("00002", 1),
+        ("00003", 2),
+        ("00003", 3),
+    ]
+    one = json.loads(run("checkpoints", moods, "moods", "--trial", "00001", "--json").out)
+    assert [row["step"] for row in one] == [2, 3]
+    assert run("checkpoints", moods, "moods").out.splitlines()[0].split()[:2] == ["trial", "step"]
+
+
+def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no_damage(
+    run: Run, own_moods: Path
+) -> None:
+    store, own = PosixStore(own_moods), JournalKey(experiment="moods", trial="00001")
+    state = take_over(store, own, Owner(name="t", host="h", pid=1), Stamp(write_id="a", at="now"), side_by_side=map)
+    oldest = state.trial("00001").checkpoints[0]
+    retired = Retired(trial="00001", retires=(oldest.sequence,))
+    append(store, state, [retired], Stamp(write_id="b", at="now"))
+    key = TrialKey(experiment="moods", trial="00001")
+    store.delete([CheckpointKey(trial=key, step=oldest.step, sequence=oldest.sequence).manifest_path])
+    rows = json.loads(run("checkpoints", own_moods, "moods", "--trial", "00001", "--json").out)
+    assert [(row["step"], row["standing"]) for row in rows] == [(3, "live")]
+    assert run("verify", own_moods, "moods").code == 0
+    assert run("export", own_moods, "moods", own_moods / "out", "--trial", "00001", "--step", 2).code == 1
+    newest = pt.load_results(str(own_moods), "moods").checkpoint("00001")
+    assert files_in(Path(newest.to_directory(own_moods / "newest"))) == {"count": b"3"}
+
+
+def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> None:
+    done = run("verify", own_moods, "moods")
+    assert (done.code, done.out.count("whole")) == (0, 4)
+    for blob in own_moods.glob("moods/trials/00001/blobs/*"):
+        blob.chmod(0o644)
+        blob.write_bytes(b"x")
+    broken = run("verify", own_moods, "moods")
+    assert (broken.code, broken.out.count("whole")) == (1, 3)
+    assert broken.err.count("00001 step") == 2
+
+
+def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "e", [])
+    assert run("verify", tmp_path / "target", "e").out == "e: no checkpoint is live, so there is nothing to verify\n"
+    assert json.loads(run("verify", tmp_path / "target", "e", "--json").out) == []
+
+
+def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("export", moods, "moods", tmp_path / "best", "--json")
+    assert json.loads(done.out) == {"trial": "00003", "step": 3, "directory": str(tmp_path / "best")}
+    assert files_in(tmp_path / "best") == {"count": b"3"}
+
+
+def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("export", moods, "moods", tmp_path / "other", "--trial", "00001", "--step", 2)
+    assert done.out == f"00001 step 2: in {tmp_path / 'other'}\n"
+    assert files_in(tmp_path / "other") == {"count": b"2"}
+
+
+def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:
+    done = run("gc", moods, "moods", "--delete")
+    assert (done.code, done.out) == (0, "nothing to collect in 4 trials\n")
+
+
+def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:
+    blob = next(own_moods.glob("moods/trials/00003/blobs/*"))
+    stray = blob.with_name(f"{'0' * 64}-{blob.name.partition('-')[2]}")
+    stray.write_bytes(b"stray")
+    listed = json.loads(run("gc", own_moods, "moods", "--json").out)
+    found = {each["trial"]: each for each in listed["trials"]}
+    assert (listed["deleted"], found["00003"]["orphan_count"], found["00003"]["orphan_bytes"]) == (False, 1, 5)
+    assert stray.exists()
+    done = run("gc", own_moods, "moods", "--delete")
+    assert done.out.endswith("deleted: 1 object, 5 B\n")
+    assert not stray.exists()
+    assert run("verify", own_moods, "moods").code == 0

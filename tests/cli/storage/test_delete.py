@@ -1,0 +1,169 @@
+"""`prefect-tune delete` and `pt.delete_experiment`: what is asked, what goes, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal_events.experiment_events import Owner, RemovalBegun, Started, TrialAdded
+from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.core.operations.test_fork_experiment import forked
+from tests.core.small_search import search_of_three
+from tests.fakes.checkpoints import files_in
+from tests.fakes.command_line import Run
+from tests.fakes.searches.experiments import write_experiment
+
+OWNER = Owner(name="lively lynx", host="node-7", pid=4242)
+PERIOD_SECONDS = 5.0
+
+
+class _Terminal(io.StringIO):
+    """A terminal on which a person has typed an answer."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def running(root: Path, name: str, *, updated: timedelta | None) -> None:
+    """Write an experiment whose one trial runs, with a live status of that age; None for none."""
+    root.mkdir(exist_ok=True)
+    store = PosixStore(root)
+    state = take_over(store, name, OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map)
+    events = [TrialAdded(trial="trial", config={}), Started(trial="trial", attempt=1, from_step=0)]
+    state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
+    if updated is not None:
+        at = (datetime.now(UTC) - updated).isoformat()
+        trials = (RunningTrial(trial="trial", attempt=1),)
+        live = LiveStatus(epoch=state.epoch, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
+        write_live_status(store, JournalKey(experiment=name), live)
+
+
+def test_a_script_deletes_with_yes_and_is_told_what_went(target: Path, run: Run) -> None:
+    write_experiment(target, "kept", [2])
+    before = files_in(target / "kept")
+    done = run("delete", target, "digits", "--yes")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("deleted: digits: 1 trial, 3 checkpoints, ")
+    assert not (target / "digits").exists()
+    assert files_in(target / "kept") == before
+    assert "there is no experiment 'digits'" in run("delete", target, "digits", "--yes").err
+
+
+def test_json_says_what_went(target: Path, run: Run) -> None:
+    size_bytes = sum(each.stat().st_size for each in (target / "digits").rglob("*") if each.is_file())
+    done = run("delete", target, "digits", "--yes", "--json")
+    said = json.loads(done.out)
+    assert said.pop("deleted_count") > 3
+    assert said == {"experiment": "digits", "trial_count": 1, "checkpoint_count": 3, "size_bytes": size_bytes}
+
+
+def test_without_a_terminal_and_without_yes_nothing_is_deleted(target: Path, run: Run) -> None:
+    before = files_in(target)
+    done = run("delete", target, "digits")
+    assert (done.code, done.out) == (2, "")
+    assert "there is no terminal to confirm it on: add --yes" in done.err
+    assert files_in(target) == before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_on_a_terminal_it_asks_first(
+    answer: str, code: int, target: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Terminal(answer))
+    done = run("delete", target, "digits")
+    assert done.code == code
+    assert f"Delete experiment 'digits' at {target} for good: 1 trial, 3 checkpoints, " in done.out
+    assert (target / "digits").exists() == bool(code)
+    assert ("nothing was deleted" in done.err) == bool(code)
+
+
+def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Path, run: Run) -> None:
+    running(tmp_path / "target", "runs", updated=timedelta(0))
+    before = files_in(tmp_path / "target")
+    done = run("delete", tmp_path / "target", "runs", "--yes")
+    assert done.code == 1
+    assert "lively lynx (pid 4242 on node-7): 1 trial runs by its journal" in done.err
+    assert "End that run first (cancel its flow run)" in done.err
+    assert files_in(tmp_path / "target") == before
+    with pytest.raises(pt.InvalidInput, match="a run may own it"):
+        pt.delete_experiment("runs", target=str(tmp_path / "target"))
+    assert run("delete", tmp_path / "target", "runs", "--yes", "--even-if-running").code == 0
+    assert not (tmp_path / "target" / "runs").exists()
+
+
+def test_what_a_killed_run_has_left_is_deleted(tmp_path: Path) -> None:
+    running(tmp_path / "target", "killed", updated=timedelta(minutes=9))
+    assert pt.delete_experiment("killed", target=str(tmp_path / "target")) > 0
+    assert not (tmp_path / "target" / "killed").exists()
+
+
+def test_without_updates_a_run_may_be_alive(tmp_path: Path) -> None:
+    running(tmp_path / "target", "silent", updated=None)
+    with pytest.raises(pt.InvalidInput, match="the last journal entry"):
+        pt.delete_experiment("silent", target=str(tmp_path / "target"))
+
+
+def test_what_a_fork_needs_is_refused_until_the_fork_is_deleted(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "target").mkdir()
+    store = PosixStore(tmp_path / "target")
+    old = search_of_three(store)
+    forked(store)
+    for _ in range(3):
+        old.step("b")
+    before = files_in(tmp_path / "target")
+    done = run("delete", tmp_path / "target", "old", "--yes", "--even-if-running")
+    assert done.code == 1
+    assert "holds the bytes of 4 checkpoints of 'new': delete these first, or keep it" in done.err
+    assert files_in(tmp_path / "target") == before
+    for name in ("new", "old"):
+        assert run("delete", tmp_path / "target", name, "--yes", "--even-if-running").code == 0
+    assert files_in(tmp_path / "target") == {}
+
+
+def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
+    store = PosixStore(target)
+    state = take_over(
+        store,
+        "digits",
+        OWNER,
+        Stamp(write_id="gone", at=""),
+        side_by_side=map,
+        also=lambda _: [RemovalBegun()],
+    )
+    store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # killed here
+    assert run("delete", target, "digits", "--yes").code == 0
+    assert not (target / "digits").exists()
+
+
+def test_a_folder_that_is_no_experiment_stays(target: Path, run: Run) -> None:
+    (target / "images").mkdir()
+    (target / "images" / "cat.png").write_bytes(b"a cat")
+    done = run("delete", target, "images", "--yes")
+    assert (done.code, "there is no experiment 'images'" in done.err) == (1, True)
+    assert (target / "images" / "cat.png").read_bytes() == b"a cat"
+
+
+def test_a_corrupt_journal_is_no_deletion(target: Path) -> None:
+    PosixStore(target).delete([JournalKey(experiment="digits").entry_path(2)])
+    before = files_in(target)
+    with pytest.raises(pt.JournalCorrupt):
+        pt.delete_experiment("digits", target=str(target))
+    assert files_in(target) == before
+
+
+def test_a_search_is_deleted_with_the_journals_of_its_trials(moods: Path, tmp_path: Path) -> None:
+    shutil.copytree(moods, tmp_path / "copy")
+    assert load(PosixStore(tmp_path / "copy"), "moods", side_by_side=map).number
+    assert pt.delete_experiment("moods", target=str(tmp_path / "copy")) > 0
+    assert not (tmp_path / "copy" / "moods").exists()

@@ -1,0 +1,327 @@
+"""Foreign and damaged data on a target: it is detected, never executed, and never written outside."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.checkpoints.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal, read_entries
+from prefect_tune.core.models import canonical_json, digest_of
+from prefect_tune.core.recovery.restore import read_manifest, restore
+from prefect_tune.stores.local.staging import DirectorySink
+from tests.core.checkpoints.test_save_and_restore import key, save
+from tests.core.driver import JOURNAL, NAME, Session, Witness
+from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Record = Callable[[str, object], None]
+Json = dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def manifest() -> bytes:
+    store = MemoryStore()
+    with pytest.MonkeyPatch.context():
+        saved = save(store, {"weights": bytes(range(50)), "logs/é": b"fine"}, empty=("none",))
+    return encode_manifest(saved.manifest)
+
+
+@pytest.fixture(scope="module")
+def left() -> MemoryStore:
+    """The store after a run of two steps."""
+    session = Session(MemoryStore(), Witness())
+    session.open()
+    session.start()
+    for _ in range(2):
+        session.train()
+        session.save()
+    assert isinstance(session.store, MemoryStore)
+    return session.store
+
+
+def flipped(data: bytes) -> Iterator[bytes]:
+    for at in range(len(data)):
+        for bit in range(8):
+            yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def cut(data: bytes) -> Iterator[bytes]:
+    return (data[:length] for length in range(len(data)))
+
+
+def with_entry(left: MemoryStore, number: int, data: bytes) -> MemoryStore:
+    store = MemoryStore()
+    store.objects.update(left.objects)
+    store.objects[JOURNAL.entry_path(number)] = data
+    return store
+
+
+def load(store: MemoryStore) -> Experiment:
+    return journal.load(store, NAME, side_by_side=map)
+
+
+# --------------------------------------------------------------------------------- flips and truncation
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(manifest: bytes, record_property: Record) -> None:
+    for data in flipped(manifest):
+        with pytest.raises((CheckpointCorrupt, UnknownVersion)):
+            decode_manifest(data, "here")
+    record_property("figure: bits flipped in documents, all noticed", 8 * len(manifest))
+
+
+def test_a_manifest_that_was_cut_anywhere_is_noticed(manifest: bytes, record_property: Record) -> None:
+    for data in cut(manifest):
+        with pytest.raises(CheckpointCorrupt):
+            decode_manifest(data, "here")
+    record_property("figure: documents cut, all noticed", len(manifest))
+
+
+@pytest.mark.parametrize("number", [1, 5, 6])
+def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
+    data = left.objects[JOURNAL.entry_path(number)]
+    for altered in flipped(data):
+        with pytest.raises((JournalCorrupt, UnknownVersion)):
+            read_entries.decode_entry(altered, JOURNAL.entry_path(number))
+    record_property("figure: bits flipped in documents, all noticed", 8 * len(data))
+    with pytest.raises(JournalCorrupt):
+        load(with_entry(left, number, next(flipped(data))))
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
+    data = left.objects[JOURNAL.entry_path(number)]
+    for torn in cut(data):
+        with pytest.raises(JournalCorrupt):
+            read_entries.decode_entry(torn, JOURNAL.entry_path(number))
+    record_property("figure: documents cut, all noticed", len(data))
+    for torn in (b"", data[:1], data[:-1]):
+        with pytest.raises(JournalCorrupt):
+            load(with_entry(left, number, torn))
+
+
+def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> None:
+    manifests = [data for path, data in left.objects.items() if path.endswith("manifest.json")]
+    entry = left.objects[JOURNAL.entry_path(1)]
+    with pytest.raises(CheckpointCorrupt):
+        decode_manifest(entry, "here")
+    with pytest.raises(JournalCorrupt):
+        load(with_entry(left, 2, manifests[0]))
+    with pytest.raises(JournalCorrupt):
+        load(with_entry(left, 2, entry))
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number: int) -> None:
+    data = left.objects[JOURNAL.entry_path(number)].replace(b'"version":1', b'"version":2')
+    with pytest.raises(UnknownVersion, match="upgrade"):
+        load(with_entry(left, number, data))
+
+
+# ------------------------------------------------------------------------- code execution and path escapes
+
+
+class _Bomb:
+    """Unpickling this object creates a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.touch, (self._mark,))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_never_read(left: MemoryStore, protocol: int, tmp_path: Path) -> None:
+    mark = tmp_path / "was-here"
+    payload = pickle.dumps(_Bomb(mark), protocol)
+    with pytest.raises(CheckpointCorrupt):
+        decode_manifest(payload, "here")
+    with pytest.raises(JournalCorrupt):
+        load(with_entry(left, 2, payload))
+    assert not mark.exists()
+
+
+def resealed(manifest: bytes, change: Callable[[Json], object]) -> bytes:
+    """The manifest with a change and a valid digest."""
+    body = json.loads(manifest)
+    change(body)
+    del body["digest_of_document"]
+    return canonical_json({**body, "digest_of_document": digest_of(canonical_json(body))})
+
+
+ESCAPES = [
+    "../outside",
+    "/etc/passwd",
+    "a/../../outside",
+    "a/./b",
+    "a//b",
+    "a/",
+    "..",
+    ".",
+    "",
+    "a\\..\\b",
+    "C:\\x",
+    "nul\0l",
+]
+FOLDERS = [*ESCAPES, ".tmp", ".hidden", "a/b"]
+
+
+@pytest.mark.parametrize(
+    ("where", "path"),
+    [
+        *((where, path) for where in ("file", "empty directory", "blob") for path in ESCAPES),
+        *(("blob's experiment", path) for path in FOLDERS),
+    ],
+)
+def test_no_path_in_a_manifest_leads_out(manifest: bytes, where: str, path: str) -> None:
+    def escape(body: Json) -> None:
+        files, blobs = body["files"], body["blobs"]
+        assert isinstance(files, list)
+        assert isinstance(blobs, list)
+        match where:
+            case "file":
+                files[0]["path"] = path
+            case "empty directory":
+                body["empty_directories"] = [path]
+            case "blob":
+                blobs[0]["path"] = path
+            case _:
+                blobs[0]["experiment"] = path
+
+    with pytest.raises(CheckpointCorrupt, match=r"not a plain relative path|becomes a folder"):
+        decode_manifest(resealed(manifest, escape), "here")
+
+
+def first_chunk(body: Json) -> Json:
+    files = body["files"]
+    assert isinstance(files, list)
+    chunk: Json = next(file["chunks"][0] for file in files if file["chunks"])
+    return chunk
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda body: body.update(files=body["files"] * 2), id="a file twice"),
+        pytest.param(lambda body: body.update(empty_directories=["weights"]), id="a directory over a file"),
+        pytest.param(lambda body: body.update(empty_directories=["weights/x"]), id="a directory in a file"),
+        pytest.param(lambda body: body["files"][0].update(path="weights/x"), id="a file in a file"),
+        pytest.param(lambda body: body["files"][0].update(size_bytes=9**9), id="more bytes than chunks"),
+        pytest.param(lambda body: body["files"][0].update(size_bytes=-1), id="a negative size"),
+        pytest.param(lambda body: body["files"][0].update(mode=0o4755), id="set-user-id"),
+        pytest.param(lambda body: body["files"][0].update(mode=-1), id="a negative mode"),
+        pytest.param(lambda body: first_chunk(body).update(blob=99), id="a blob that is not listed"),
+        pytest.param(lambda body: first_chunk(body).update(blob=-1), id="a negative blob"),
+        pytest.param(lambda body: first_chunk(body).update(offset=9**9), id="beyond its blob"),
+        pytest.param(lambda body: first_chunk(body).update(offset=-8), id="a negative offset"),
+        pytest.param(lambda body: first_chunk(body).update(length=0), id="an empty chunk"),
+        pytest.param(lambda body: first_chunk(body).update(length=2**62), id="an absurd chunk"),
+        pytest.param(lambda body: first_chunk(body).update(length=1.5), id="half a byte"),
+        pytest.param(lambda body: first_chunk(body).update(digest="../../x"), id="a digest that is none"),
+        pytest.param(lambda body: body["blobs"][0].update(size_bytes=2**63), id="an absurd blob"),
+        pytest.param(lambda body: body.update(step="one"), id="a step that is no number"),
+        pytest.param(lambda body: body.update(extra=1), id="an unknown field"),
+        pytest.param(lambda body: body.pop("about"), id="a field that is missing"),
+        pytest.param(lambda body: body.update(format="another/format"), id="another format"),
+        pytest.param(lambda body: body.update(version=0), id="a version before the first"),
+        pytest.param(lambda body: body.update(version="1"), id="a version that is no number"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused_though_its_digest_is_right(
+    manifest: bytes, change: Callable[[Json], object]
+) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        decode_manifest(resealed(manifest, change), "here")
+    assert resealed(manifest, lambda body: body) == manifest
+
+
+@pytest.mark.parametrize("version", [2, 7, 10**18])
+def test_a_manifest_of_a_newer_version_is_refused_loudly(manifest: bytes, version: int) -> None:
+    with pytest.raises(UnknownVersion, match="upgrade"):
+        decode_manifest(resealed(manifest, lambda body: body.update(version=version)), "here")
+
+
+def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) -> None:
+    """The directory must be new: an existing link in its place is an error, and nothing is written through it."""
+    store = MemoryStore()
+    saved = save(store, {"weights": b"new"}).manifest
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "restored").symlink_to(outside)
+    with pytest.raises(OSError, match="restored"), DirectorySink(saved, tmp_path / "restored") as sink:
+        sink.write(0, 0, memoryview(b"new"))
+    assert list(outside.iterdir()) == []
+
+
+def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> None:
+    """The manifest claims a terabyte: the blob has three bytes, and no larger buffer is allocated."""
+    store = MemoryStore()
+    saved = save(store, {"weights": b"abc"}).manifest
+    (path,) = saved.blob_paths()
+    chunk = saved.files[0].chunks[0].model_copy(update={"length": 2**30})
+    files = tuple(
+        saved.files[0].model_copy(update={"path": f"{n}", "size_bytes": 2**30, "chunks": (chunk,)}) for n in range(1000)
+    )
+    blob = BlobRef(path=path.partition("/")[2], size_bytes=2**30)
+    absurd = Manifest.model_validate(saved.model_copy(update={"files": files, "blobs": (blob,)}).model_dump())
+
+    class Nowhere:
+        def write(self, file: int, offset: int, data: memoryview) -> None:
+            raise AssertionError(f"{len(data)} bytes at {offset} of file {file}")
+
+    with pytest.raises(CheckpointCorrupt):
+        restore(store, absurd, Nowhere(), side_by_side=map)
+
+
+# ------------------------------------------------------------------------------- a modified bucket
+
+
+def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStore) -> None:
+    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
+    gone = [path for path in store.objects if path.endswith("manifest.json")]
+    store.delete(gone)
+    session = Session(store, Witness(), owner="next")
+    session.open()
+    session.start()
+    assert session.trial.checkpoints == ()
+    assert len(session.trial.quarantined) == 2
+
+
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(left: MemoryStore) -> None:
+    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
+    session = Session(store, Witness(), owner="next")
+    session.open()
+    first, second = session.trial.checkpoints
+    own = (
+        read_manifest(store, key(second.step, second.sequence)).blob_paths()
+        - read_manifest(store, key(first.step, first.sequence)).blob_paths()
+    )
+    for path in own:
+        store.objects[path] = b"\0" * len(store.objects[path])
+
+    session.start()
+
+    assert session.trial.quarantined == (second.sequence,)
+    assert (session.trial.step, session.trial.started_from) == (1, first.sequence)
+    session.train()
+    session.save()
+    newest = session.trial.checkpoints[-1]
+    assert restored(store, read_manifest(store, key(newest.step, newest.sequence)))["head"] == session.head
+
+
+def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:
+    store = MemoryStore()
+    for name in ("../e", "/e", "", "e/../f"):
+        with pytest.raises(InvalidInput):
+            journal.load(store, name, side_by_side=map)
+    assert store.operations.total() == 0

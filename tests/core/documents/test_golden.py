@@ -1,0 +1,89 @@
+"""State that released versions wrote: the current code reads it, restores it, and resumes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.journal import journal
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey
+from tests.core.documents.write_golden import golden_run
+from tests.core.driver import KEY, Session, Witness
+from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_store import MemoryStore
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = sorted(GOLDEN.iterdir())
+BACKBONE = b"never changed, and shared by every checkpoint..."
+HEADS = {2: "0a754341bb102ada", 4: "387431e3211fe770", 5: "6cdff9cbacdab7b7"}
+
+
+def state(version: Path) -> MemoryStore:
+    store = MemoryStore()
+    files = (path for path in version.rglob("*") if path.is_file())
+    store.objects.update({path.relative_to(version).as_posix(): path.read_bytes() for path in files})
+    return store
+
+
+def load(store: MemoryStore) -> Experiment:
+    return journal.load(store, "e", side_by_side=map)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+def test_todays_code_reads_what_was_written_then(version: Path) -> None:
+    experiment = load(state(version))
+    trial = experiment.trial("t")
+
+    assert (experiment.number, experiment.epoch, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
+    assert (trial.phase, trial.attempt, trial.step, trial.wasted_steps) == (Phase.RUNNING, 4, 5, 1)
+    assert trial.config == {"width": 3}
+    assert trial.metrics == {"head": HEADS[5]}
+    assert [(each.step, each.pinned) for each in trial.checkpoints] == [(2, True), (4, False), (5, False)]
+    assert (trial.quarantined, trial.collected_up_to) == ((11,), 13)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+def test_what_was_saved_then_is_restored_today(version: Path) -> None:
+    store = state(version)
+    for each in load(store).trial("t").checkpoints:
+        manifest = read_manifest(store, CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence))
+        assert restored(store, manifest) == {
+            "backbone": BACKBONE,
+            "cycle": (b"A" if each.step == 4 else b"B") * 24,
+            "empty": b"",
+            "head": bytes.fromhex(HEADS[each.step]),
+            "logs/steps": b"." * each.step,
+        }
+        assert manifest.empty_directories == ("none",)
+        assert manifest.about.metrics == {"head": HEADS[each.step]}
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+def test_the_history_of_then_is_whole(version: Path) -> None:
+    store = state(version)
+    entries = journal.history(store, "e", side_by_side=map)
+    assert [entry.number for entry in entries] == list(range(1, 20))
+    assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
+    store.delete([path for path in store.objects if "/segments/" in path])
+    assert load(store) == load(state(version))
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+def test_who_goes_on_today_goes_on_from_then(version: Path) -> None:
+    session = Session(state(version), Witness(stamps=1000), owner="today")
+    session.open()
+    session.start()
+    assert (session.trial.step, session.head.hex()) == (5, HEADS[5])
+    session.train()
+    session.save()
+    assert session.trial.checkpoints[-1].step == 6
+
+
+def test_the_newest_of_them_is_what_todays_code_writes() -> None:
+    """A changed format needs a new version beside the old one; golden files are never replaced."""
+    assert state(VERSIONS[-1]).objects == golden_run().objects

@@ -1,0 +1,118 @@
+"""What the journal stores about users: questions, answers, and runs that they started by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from prefect_tune.core.errors import JournalCorrupt
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    Answered,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Decided,
+    Event,
+    Finished,
+    Owner,
+    Questioned,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.schedulers.base import Continue
+from tests.fakes.stores.memory_store import MemoryStore
+
+ASKED = Questioned(trial="t", key="k", question="Continue?", fields={"go_on": True})
+COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
+DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
+
+
+class _Experiment:
+    """An experiment that is opened several times."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.stamps = 0
+
+    def stamp(self) -> Stamp:
+        self.stamps += 1
+        return Stamp(write_id=f"w{self.stamps}", at="now")
+
+    def open(self, flow_run: str | None, *, by_hand: bool = False) -> Experiment:
+        owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, by_hand=by_hand)
+        return take_over(self.store, "e", owner, self.stamp(), side_by_side=map)
+
+    def write(self, *events: Event) -> Experiment:
+        return append(self.store, load(self.store, "e", side_by_side=map), events, self.stamp())
+
+
+def begun() -> _Experiment:
+    experiment = _Experiment()
+    experiment.open("run")
+    experiment.write(TrialAdded(trial="t", config={}))
+    return experiment
+
+
+def restarts(experiment: _Experiment, *opened_by: str | None) -> list[int]:
+    return [experiment.open(each).restarts for each in opened_by]
+
+
+def test_starts_of_one_run_are_counted_until_it_is_another_or_a_persons() -> None:
+    experiment = begun()
+    assert restarts(experiment, "run", "run", "run", "other", "other", None, None) == [1, 2, 3, 0, 1, 0, 0]
+    assert restarts(experiment, "run", "run") == [0, 1]
+    assert experiment.open("run", by_hand=True).restarts == 0
+    assert restarts(experiment, "run") == [1]
+    assert load(experiment.store, "e", side_by_side=map).restarts == 1
+
+
+@pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [Finished(trial="t", reason="done")]])
+def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None:
+    experiment = begun()
+    assert restarts(experiment, "run", "run") == [1, 2]
+    assert experiment.write(Started(trial="t", attempt=1, from_step=0)).restarts == 2
+    assert experiment.write(*progress).restarts == 0
+
+
+def test_a_question_is_open_until_it_is_answered() -> None:
+    experiment = begun()
+    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), ASKED)
+    assert dict(asked.questions) == {"t": ASKED}
+    other = experiment.write(Answered(key="another", answer={}, trial="t"))
+    assert dict(other.questions) == {"t": ASKED}
+    answer = Answered(key="k", answer={"go_on": False}, trial="t", flow_run="run")
+    answered = experiment.write(answer)
+    assert (dict(answered.questions), answered.answers[-1]) == ({}, answer)
+
+
+def test_a_question_of_a_trial_that_has_ended_needs_no_answer() -> None:
+    experiment = begun()
+    asked = experiment.write(
+        Started(trial="t", attempt=1, from_step=0), ASKED, AttemptEnded(trial="t", cause=Cause.PREEMPTED, message="")
+    )
+    assert after_event(asked, Finished(trial="t", reason="stopped", left=True), 9).questions == {}
+
+
+def test_a_question_is_heard_through_the_trials_own_journal() -> None:
+    experiment = begun()
+    experiment.write(TrialAdded(trial="u", config={}, apart=True))
+    asks = ASKED.model_copy(update={"trial": "u"})
+    entry = Absorbed(trial="u", number=1, events=(Started(trial="u", attempt=1, from_step=0), asks))
+    assert dict(experiment.write(entry).questions) == {"u": asks}
+
+
+def test_nobody_asks_who_is_not_there() -> None:
+    experiment = begun()
+    with pytest.raises(JournalCorrupt, match="never added"):
+        experiment.write(ASKED.model_copy(update={"trial": "gone"}))
+
+
+def test_who_was_started_by_no_person_is_written_as_ever() -> None:
+    assert "by_hand" not in Owner(name="a", host="b", pid=1).model_dump()
+    assert Owner(name="a", host="b", pid=1, by_hand=True).model_dump()["by_hand"] is True

@@ -1,0 +1,53 @@
+"""Write the state of a run as a tree of files that later versions must be able to read.
+
+Run once for each released version of a document: `python -m tests.core.documents.write_golden
+tests/core/documents/golden/version-1`, named for the journal's version. Released files are never rewritten.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
+from tests.core.driver import KEY, Session, Witness
+from tests.fakes.stores.memory_store import MemoryStore
+
+
+def golden_run() -> MemoryStore:
+    """A run with every event: two owners, an adoption, a retirement, a quarantine, an end and a requeue."""
+    store, witness = MemoryStore(), Witness()
+    first = Session(store, witness, owner="first")
+    first.open()
+    first.start()
+    for _ in range(3):
+        first.train()
+        first.save()
+    first.append([Pinned(trial=KEY.trial, sequence=first.trial.checkpoints[0].sequence)])
+    first.train()
+    first.publish()  # then the first owner dies
+    second = Session(store, witness, owner="second")
+    second.open()
+    second.start()
+    second.train()
+    second.save()
+    second.append([Quarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")])
+    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.USER, message="ValueError: x", at_start=True)])
+    second.start()
+    second.finish()
+    second.append([Requeued(trial=KEY.trial, reason="extended")])
+    second.start()
+    second.train()
+    second.save()
+    return store
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    for path, data in golden_run().objects.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

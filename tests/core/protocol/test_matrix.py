@@ -1,0 +1,102 @@
+"""Open, save, restore, delete and sync: every operation fails in every way, on both kinds of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from tests.core.protocol.matrix import (
+    Explored,
+    Story,
+    attempt_after_an_unknown_save,
+    explore,
+    explore_delays,
+    fresh_run,
+    killed_before_its_entry,
+    resumed_run,
+)
+from tests.core.protocol.worlds import ObjectWorld, PosixWorld
+from tests.fakes.stores.dying_store import Way
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "short_segments")
+
+STORIES = [
+    pytest.param(None, fresh_run, id="fresh run"),
+    pytest.param(killed_before_its_entry, resumed_run, id="resumed run"),
+]
+ENDS = (Way.CRASH_AFTER, Way.TORN)
+"""On a disk, before one call is after the one before it."""
+Record = Callable[[str, object], None]
+
+
+def every_fifth(total: int) -> Iterable[int]:
+    return range(1, total + 1, 5)
+
+
+@pytest.mark.parametrize(("before", "story"), STORIES)
+def test_no_failure_of_an_object_store_breaks_a_promise(
+    before: Story | None, story: Story, record_property: Record
+) -> None:
+    explored = explore(ObjectWorld, story, before=before)
+
+    explored.record(record_property, "points explored, object store")
+    assert explored.broken == []
+    assert explored.points > 100
+
+
+@pytest.mark.parametrize(("before", "story"), STORIES)
+def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
+    before: Story | None, story: Story, record_property: Record
+) -> None:
+    explored = explore(PosixWorld, story, before=before, ways=ENDS)
+
+    explored.record(record_property, "points explored, file store")
+    assert explored.broken == []
+    assert explored.points > 100
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
+    explored = explore(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
+
+    explored.record(record_property, "points explored, file store")
+    assert explored.broken == []
+
+
+def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
+    explored = explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
+
+    explored.record(record_property, "points explored, object store")
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE])
+def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
+    explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
+
+    explored.record(record_property, "points explored, file store")
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
+def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
+    explored = explore_delays(story, [None, 0, 2, 10, 30])
+
+    explored.record(record_property, "points explored, late writes")
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("before", "story"), STORIES)
+@pytest.mark.parametrize("seed", [None, *range(6)])
+def test_every_way_every_call_and_every_loss_of_a_file_store(
+    before: Story | None, story: Story, seed: int | None, record_property: Record
+) -> None:
+    kept = explore(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Explored()
+    lost = explore(lambda: PosixWorld(seed=seed), story, before=before)
+
+    explored = Explored(kept.points + lost.points, kept.broken + lost.broken)
+    explored.record(record_property, "points explored, file store")
+    assert explored.broken == []

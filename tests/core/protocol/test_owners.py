@@ -1,0 +1,74 @@
+"""Two to four concurrent owners of one experiment: every order of their operations, and random orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.core.protocol.owners import (
+    Act,
+    at_decisions,
+    collects,
+    meet_at_random,
+    meet_in_every_order,
+    old_owner,
+    save,
+    takes_over,
+    takes_over_and_saves,
+    uploads,
+)
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Record = Callable[[str, object], None]
+
+
+def at_creates(method: str, path: str) -> bool:
+    del path
+    return method == "create"
+
+
+PAIRS = [
+    pytest.param(2, [save, takes_over], id="a zombie saves while it is superseded"),
+    pytest.param(2, [uploads, takes_over_and_saves], id="a zombie's upload comes late"),
+    pytest.param(3, [collects, takes_over], id="a zombie's deletion comes late"),
+    pytest.param(2, [takes_over, takes_over], id="two open at once"),
+    pytest.param(3, [collects, takes_over_and_saves], id="it comes later still", marks=pytest.mark.deep),
+    pytest.param(3, [takes_over, takes_over], id="two open and clear away at once", marks=pytest.mark.deep),
+    pytest.param(2, [save, takes_over_and_saves], id="both save", marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("checkpoints", "acts"), PAIRS)
+def test_two_owners_in_every_order_break_no_promise(
+    checkpoints: int, acts: Sequence[Act], record_property: Record
+) -> None:
+    explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
+    explored.record(record_property, "orders of two owners, every one")
+    assert explored.broken == []
+
+
+def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
+    acts = [save, takes_over, takes_over]
+    explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
+    explored.record(record_property, "orders of three owners, every one")
+    assert explored.broken == []
+
+
+def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(record_property: Record) -> None:
+    acts = [save, takes_over_and_saves, takes_over_and_saves]
+    explored = meet_at_random(old_owner(), acts, range(100))
+    explored.record(record_property, "orders of three owners, at random")
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpoints", [0, 1, 3])
+def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
+    acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
+    explored = meet_at_random(old_owner(checkpoints), acts, range(1000))
+    explored.record(record_property, "orders of four owners, at random")
+    assert explored.broken == []

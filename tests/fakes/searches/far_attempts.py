@@ -1,0 +1,124 @@
+"""Attempts on simulated remote machines: a test writes their journals and reads the answers of the search."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+
+_REQUEST = timedelta(seconds=9)
+
+
+def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
+    key = TrialKey(experiment="e", trial=trial)
+    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
+
+
+class FarMachines:
+    """Starts nothing, and records each request to start an attempt: trial, attempt, milestone."""
+
+    def __init__(self, *, survives_search: bool = True) -> None:
+        self.survives_search = survives_search
+        self.started: list[tuple[str, int, int | None]] = []
+        self.requests: list[AttemptRequest] = []
+        self.is_withdrawn = False
+        self._ends: dict[str, tuple[threading.Event, Future[threading.Thread]]] = {}
+
+    def __call__(self, plan: TrialSpec, request: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
+        del line
+        trial = plan.trial.trial
+        self.started.append((trial, attempt, request.milestone))
+        self.requests.append(request)
+        over, waiting = self._ends[trial] = threading.Event(), Future()
+
+        def wait() -> None:
+            waiting.set_result(threading.current_thread())
+            over.wait()
+
+        return wait
+
+    def withdraw(self) -> None:
+        self.is_withdrawn = True
+
+    def end(self, trial: str) -> None:
+        """End the present attempt of a trial; return when the executor's thread has seen it."""
+        over, waiting = self._ends[trial]
+        over.set()
+        waiting.result().join()
+
+
+class FarAttempt:
+    """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
+
+    def __init__(self, target: StorageTarget, trial: str = "00000", *, search_epoch: int = 0) -> None:
+        self._target = target
+        self._key = TrialKey(experiment="e", trial=trial)
+
+        def first(found: Experiment) -> Sequence[Event]:
+            return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
+
+        opening = Opening(current_owner(search_epoch=search_epoch), new_write_id(), first)
+        opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
+        self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
+
+    @property
+    def trial(self) -> Trial:
+        return self._journal_writer.experiment.trial(self._key.trial)
+
+    @property
+    def written(self) -> int:
+        """How many entries its journal has."""
+        return self._journal_writer.experiment.number
+
+    def starts(self) -> None:
+        newest = newest_checkpoint(self.trial)
+        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+        attempt = self.trial.attempt + 1
+        self.writes(Started(trial=self._key.trial, attempt=attempt, from_step=step, from_sequence=sequence))
+
+    def reports(self, *steps: int, asks: bool = False) -> None:
+        """Write a journal entry for each step; with `asks`, the last one asks the search for a decision."""
+        for step in steps:
+            asks_here = asks and step == steps[-1]
+            self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))
+
+    def saves(self, step: int, *, asks: bool = False) -> None:
+        """Report a step, and commit its checkpoint."""
+        ref = CheckpointRef(sequence=self._journal_writer.experiment.number, **_report(step).model_dump())
+        reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
+        self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
+
+    def writes(self, *events: Event) -> None:
+        self._journal_writer.write(events)
+
+    def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
+        """Return the answer of the search to the trial at a step, or the one written without a question."""
+        with self._target.open(timeout=_REQUEST) as store:
+            return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)
+
+
+def _report(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step))

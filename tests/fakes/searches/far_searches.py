@@ -1,0 +1,93 @@
+"""Searches whose trials are `FarAttempt`s: no server, and no event except those that the test writes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from logging import getLogger
+from unittest.mock import patch
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.schedulers.base import Scheduler
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.executors.remote_executor import RemoteExecutor
+from prefect_tune.monitoring.search_observer import ObserverGroup
+from prefect_tune.parameters.checks.search_limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tuner import driver
+from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.policy import SearchPolicy
+from tests.fakes.searches.far_attempts import FarMachines, plan_at
+from tests.fakes.searches.limits import limits_of
+
+_LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+class Death(BaseException):
+    """The search's process is gone."""
+
+
+class FarSearch:
+    """One owner of the experiment; it dies when no event is left to simulate."""
+
+    def __init__(
+        self,
+        target: StorageTarget,
+        scheduler: Scheduler | None = None,
+        *,
+        samples: int = 1,
+        limits: SearchLimits | None = None,
+        survives_search: bool = True,
+    ) -> None:
+        self.machines = FarMachines(survives_search=survives_search)
+        opening = Opening(current_owner(), new_write_id())
+        state = open_journal(target, JournalKey(experiment="e"), opening)
+        self._journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
+        schedule = (scheduler or FIFO()).begin(_LOSS, 0)
+        policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
+        executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
+        limits = limits or limits_of(2)
+        plan, log = plan_at(target), getLogger(__name__)
+        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=ObserverGroup())
+        self._happens: deque[Callable[[], object]] = deque()
+        self._asked: list[StopRequest] = []
+
+    def live(self, *happens: Callable[[], object]) -> Experiment:
+        """Run through these actions one by one; the search reads the effect of each; then die. Return its state."""
+        self._happens.extend(happens)
+        with (
+            suppress(Death),
+            patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)),
+            patch.object(driver, "have_ended", lambda *_: None),  # a dead process stops no trial
+        ):
+            self._driver.run(self)
+        return self._driver._state
+
+    def stop(self, trial: str | None = None) -> None:
+        """Ask for a stop, from outside."""
+        epoch = self._journal_writer.experiment.epoch
+        self._asked.append(StopRequest(write_id="w", at="now", reason="enough", epoch=epoch, trial=trial))
+
+    # ----------------------------------------------------------------------------- requests of the driver
+
+    def is_interrupted(self) -> bool:
+        if not self._happens:
+            raise Death
+        self._happens.popleft()()
+        return False
+
+    def take(self) -> Sequence[StopRequest]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def journaled(self, count: int) -> None:
+        del count

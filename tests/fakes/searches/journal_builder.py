@@ -1,0 +1,245 @@
+"""Journals of simulated searches, without training: events with times, their experiment state and history."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Decided,
+    Described,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Reported,
+    Resumed,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.reporting.history import ExperimentHistory
+from prefect_tune.reporting.report_input import ReportInput, report_input_of
+
+BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
+URI = "s3://bucket/runs"
+
+
+@dataclass
+class JournalBuilder:
+    """Builds a journal, event by event."""
+
+    name: str = "rates"
+    metrics: Sequence[str] = ("loss",)
+    settings: Mapping[str, object] = field(default_factory=lambda: {"metric": "loss", "mode": "min"})
+    now: datetime = BEGAN
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        self.state: Experiment = nothing_yet(self.name)
+        self.history = ExperimentHistory(self.metrics)
+        self.opens()
+        if self.settings:
+            self.record(Described(settings=self.settings))
+
+    def record(self, *events: Event, after: float = 0.0) -> None:
+        self.now += timedelta(seconds=after)
+        for event in events:
+            self.number += 1
+            self.state = after_event(self.state, event, self.number)
+            self.history.add_event(event, self.now)
+
+    def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
+        owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.epoch + 1}")
+        self.record(Opened(experiment=self.name, epoch=self.state.epoch + 1, owner=owner), after=after)
+
+    def adds(self, trial: str, config: Mapping[str, object]) -> None:
+        self.record(TrialAdded(trial=trial, config=config))
+
+    def starts(self, trial: str) -> None:
+        known = self.state.trial(trial)
+        newest = known.checkpoints[-1] if known.checkpoints else None
+        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+        self.record(Started(trial=trial, attempt=known.attempt + 1, from_step=step, from_sequence=sequence), after=0.2)
+
+    def trains(self, trial: str, step: int, metrics: Mapping[str, object], *, seconds: float = 1.0) -> None:
+        report = StepReport(step=step, metrics=metrics, trained_seconds=step * seconds)
+        self.record(Reported(trial=trial, report=report), after=seconds)
+
+    def saves(self, trial: str, size_bytes: int = 5_000_000) -> None:
+        known = self.state.trial(trial)
+        new = CheckpointRef(step=known.step, sequence=self.number, metrics=known.metrics, size_bytes=size_bytes)
+        sent = size_bytes if len(known.checkpoints) == 0 else size_bytes // 10
+        self.record(Committed(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
+
+    def decides(self, trial: str, decision: Decision) -> None:
+        known = self.state.trial(trial)
+        self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
+
+    def report_input(self, expected: int | None = None) -> ReportInput:
+        return report_input_of(self.state, self.history.view, uri=URI, now=self.now, expected=expected)
+
+
+def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:
+    """A search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
+    draw = random.Random(seed)
+    search = JournalBuilder()
+    seen: dict[int, list[float]] = {}
+    per_run = max(1, count // 3)
+    for index in range(count):
+        if index and index % per_run == 0 and index // per_run < 3:
+            search.opens(f"nightly-{index // per_run + 1}", after=86_000)
+        _asha_trial(search, f"{index:05}", draw, (seen, steps), kills=kills and index % 7 == 3)
+    return search
+
+
+def _asha_trial(
+    search: JournalBuilder, trial: str, draw: random.Random, rungs: tuple[dict[int, list[float]], int], *, kills: bool
+) -> None:
+    seen, steps = rungs
+    config: dict[str, Any] = {
+        "lr": 10 ** draw.uniform(-4, -0.5),
+        "model": {"depth": draw.choice([2, 3, 4]), "act": draw.choice(["relu", "gelu"])},
+        "dropout": draw.uniform(0, 0.5),
+        "seed": draw.randint(0, 999),
+    }
+    search.adds(trial, config)
+    search.starts(trial)
+    good = abs(math.log10(config["lr"]) + 2) / 3 + config["dropout"] * 0.3 + 0.1 * (config["model"]["act"] == "relu")
+    step = 0
+    while step < steps:
+        step += 1
+        loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
+        search.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
+        if int(trial) % 11 == 10 and step == 4:
+            search.record(AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
+            search.record(GaveUp(trial=trial, cause=Cause.USER, message="ValueError: a | bad <b>row</b>\nmore"))
+            return
+        if step % 3 == 0:
+            search.saves(trial)
+        if kills and step == 5:
+            kills = False
+            search.record(AttemptEnded(trial=trial, cause=Cause.MACHINE, message="killed by signal 9"), after=0.5)
+            search.starts(trial)
+            step = search.state.trial(trial).checkpoints[-1].step
+        if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
+            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", left=True))
+            return
+    search.record(Finished(trial=trial, reason=f"step {steps} of {steps}"))
+
+
+def _goes_on(search: JournalBuilder, trial: str, loss: float, before: list[float]) -> bool:
+    insort(before, loss)
+    goes_on = loss <= before[len(before) // 3]
+    search.decides(trial, Continue() if goes_on else Stop(reason="not good enough"))
+    return goes_on
+
+
+def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBuilder:
+    """A population in which the worst quarter continues from the best."""
+    draw = random.Random(seed)
+    search = JournalBuilder(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
+    names = [f"{index:05}" for index in range(members)]
+    scores = {}
+    for name in names:
+        search.adds(name, {"h0": draw.random(), "h1": draw.random()})
+    for turn in range(1, rounds + 1):
+        for name in names:
+            search.starts(name)
+            step = turn * 4
+            scores[name] = scores.get(name, 0.0) + float(str(search.state.trial(name).config["h0"])) * draw.uniform(
+                0.5, 1.5
+            )
+            search.trains(name, step, {"score": scores[name]}, seconds=4)
+            search.saves(name)
+            worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)
+            if turn < rounds and name in worst and name != best:
+                search.decides(name, Exploit(source=best, config=search.state.trial(best).config, reason="behind"))
+                search.record(Paused(trial=name, reason="behind"), Resumed(trial=name))
+                _clone(search, name, best)
+                scores[name] = scores[best]
+            else:
+                search.record(Paused(trial=name, reason="a turn"), Resumed(trial=name))
+    for name in names:
+        search.starts(name)
+        search.record(Finished(trial=name, reason="enough"))
+    return search
+
+
+def _clone(search: JournalBuilder, name: str, best: str) -> None:
+    source = search.state.trial(best).checkpoints[-1]
+    key = CheckpointKey(trial=TrialKey(experiment=search.name, trial=best), step=source.step, sequence=source.sequence)
+    copy = source.model_copy(update={"sequence": search.number})
+    config = search.state.trial(best).config
+    search.record(Cloned(trial=name, checkpoint=copy, source=key, config=config, reason="behind"))
+
+
+def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
+    """A search with two metrics."""
+    draw = random.Random(seed)
+    search = JournalBuilder(
+        name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]}
+    )
+    for index in range(count):
+        trial, width = f"{index:05}", draw.choice([8, 16, 32, 64, 128, 256])
+        search.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
+        search.starts(trial)
+        for step in (1, 2, 3):
+            loss = 3 / math.log(width) / step + draw.random() / 3
+            search.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
+        search.record(Finished(trial=trial, reason="enough"))
+    return search
+
+
+def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilder:
+    """One training that was killed twice, and resumed by two more owners."""
+    search = JournalBuilder(name="digits", metrics=(), settings={})
+    search.adds("trial", {"rate": 0.1, "width": 64})
+    search.starts("trial")
+    step, left = 0, list(kills)
+    while step < steps:
+        step += 1
+        loss = 2 * math.exp(-step / 15) + 0.05 * math.sin(step)
+        search.trains("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
+        if step % 5 == 0:
+            search.saves("trial")
+        if left and step == left[0]:
+            left.pop(0)
+            search.opens(f"run-{step}", after=3600)
+            search.record(AttemptEnded(trial="trial", cause=Cause.MACHINE, message="its owner died"), after=2)
+            search.starts("trial")
+            step = search.state.trial("trial").checkpoints[-1].step
+    search.record(Finished(trial="trial", reason=f"step {steps} of {steps}"))
+    return search
+
+
+def all_statuses() -> JournalBuilder:
+    """A trial of each status, named by it."""
+    search = JournalBuilder()
+    for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
+        search.adds(name, {"x": len(name)})
+        if name != "pending":
+            search.starts(name)
+            search.trains(name, 3, {"loss": len(name) / 10})
+    search.record(Finished(trial="completed", reason="enough"))
+    search.decides("pruned", Stop(reason="rung 3"))
+    search.record(Finished(trial="pruned", reason="rung 3", left=True))
+    search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
+    search.record(GaveUp(trial="errored", cause=Cause.USER, message="no"))
+    search.record(Paused(trial="paused", reason="rung 3"))
+    return search

@@ -1,0 +1,128 @@
+"""An S3 server on loopback that fails by script, by seed, or always, and records its failures."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import chain, repeat
+
+from tests.fakes.servers.s3_objects import Asked, Objects, Reply, cut, failure, size_of
+from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
+from tests.fakes.servers.s3_wire import Wire
+
+PASSING = (
+    Fault.FAIL_500,
+    Fault.FAIL_503,
+    Fault.THROTTLE_429,
+    Fault.DONE_500,
+    Fault.RESET,
+    Fault.LOSE_REPLY,
+    Fault.HALF_BODY,
+    Fault.STALL_BODY,
+    Fault.STALL,
+)
+"""Transient faults: a client may retry."""
+
+REFUSALS = (Fault.REFUSE_403, Fault.EXPIRE_403, Fault.NO_BUCKET)
+
+_ANSWERS = {
+    Fault.THROTTLE_429: failure("429 Too Many Requests", "TooManyRequests"),
+    Fault.EXPIRE_403: failure("403 Forbidden", "ExpiredToken"),
+    Fault.NO_BUCKET: failure("404 Not Found", "NoSuchBucket"),
+}
+_DONE_500 = failure("500 Internal Server Error", "InternalError")
+
+Matches = Callable[[SinkRequest], bool]
+
+
+class ChaosS3(S3Sink):
+    """`S3Sink` with more faults, and a plan of when to inject them; without a plan it answers correctly.
+
+    `page_count` caps a listing's pages. `injected` counts what was done. A plan looks only at the
+    requests that `script`'s `only` matches; the others are answered correctly.
+    """
+
+    def __init__(self, *, page_count: int = 1000, drip_period: timedelta = timedelta(seconds=1)) -> None:
+        super().__init__()
+        self.injected: Counter[Fault] = Counter()
+        self.fault = self._next
+        self._page_count = page_count
+        self._drip_seconds = drip_period.total_seconds()
+        self._stale = Objects(self._objects.arena)
+        self._plan: Callable[[], Fault | None] = lambda: None
+        self._only: Matches = lambda _request: True
+        self._plan_lock = threading.Lock()
+
+    def script(
+        self,
+        steps: Iterable[Fault | None],
+        *,
+        then: Fault | None = None,
+        only: Matches = lambda _request: True,
+    ) -> None:
+        """From now on: apply one step to each request, and `then` to all later requests."""
+        following = chain(steps, repeat(then))
+        self._set(lambda: next(following), only)
+
+    def always(self, fault: Fault, *, only: Matches = lambda _request: True) -> None:
+        """From now on: inject this fault into every request."""
+        self.script([], then=fault, only=only)
+
+    def storm(self, seed: int, rate: float, among: Sequence[Fault]) -> None:
+        """From now on: inject one of `among` with probability `rate`, the same for the same seed and requests."""
+        rng = random.Random(seed)
+        self._set(lambda: rng.choice(among) if rng.random() < rate else None, lambda _request: True)
+
+    def calm(self) -> None:
+        """From now on: answer correctly."""
+        self.script([])
+
+    def freeze_listing(self) -> None:
+        """Record the objects that a stale listing shows."""
+        self._stale.objects = dict(self._objects.objects)
+
+    def _set(self, plan: Callable[[], Fault | None], only: Matches) -> None:
+        with self._plan_lock:
+            self._plan, self._only = plan, only
+
+    def _next(self, request: SinkRequest) -> Fault | None:
+        with self._plan_lock:
+            fault = self._plan() if self._only(request) else None
+            if fault is not None:
+                self.injected[fault] += 1
+        return fault
+
+    def _reply(self, wire: Wire, asked: Asked, fault: Fault | None) -> Reply:
+        if fault in _ANSWERS:
+            answer = _ANSWERS[fault]
+            return replace(answer, head_only=asked.method == "HEAD")
+        if "list-type" in asked.query:
+            count = min(self._page_count, int(asked.query.get("max-keys", "1000")))
+            asked = replace(asked, query={**asked.query, "max-keys": str(count)})
+            if fault is Fault.STALE_LISTING:
+                return self._stale.answer(asked)
+        if fault is Fault.STORE_HALF and asked.method == "PUT":
+            asked = replace(asked, extents=cut(asked.extents, 0, size_of(asked.extents) // 2))
+        reply = super()._reply(wire, asked, fault)
+        if fault is Fault.DONE_500:
+            return replace(_DONE_500, head_only=asked.method == "HEAD")
+        if fault is Fault.SHORT_LENGTH and asked.method == "GET":
+            half = reply.text[: len(reply.text) // 2]
+            return replace(reply, text=half, extents=cut(reply.extents, 0, size_of(reply.extents) // 2))
+        return reply
+
+    def _send(self, wire: Wire, reply: Reply, fault: Fault | None) -> None:
+        if fault is not Fault.DRIP:
+            super()._send(wire, reply, fault)
+            return
+        body = b"" if reply.head_only else reply.text + self._objects.arena.bytes_of(reply.extents)
+        length = size_of(reply.extents) or len(reply.text)
+        head = f"HTTP/1.1 {reply.status}\r\n{reply.headers}Content-Length: {length}\r\n\r\n".encode()
+        for byte in head + body:
+            wire.sock.sendall(bytes([byte]))
+            time.sleep(self._drip_seconds)

@@ -1,0 +1,96 @@
+"""An S3 server on loopback whose clients' credentials expire during use, and are replaced after a while."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from tests.fakes.servers.s3_objects import Asked, Reply, failure
+from tests.fakes.servers.s3_sink import Fault, S3Sink
+from tests.fakes.servers.s3_wire import Wire
+
+_TRIAL = re.compile(r"/trials/([^/]+)/")
+_SIGNED_BY = re.compile(r"Credential=([^/]+)/")
+
+
+def write_profile(path: Path, key: str) -> None:
+    """Make `key` the credentials of the default profile, in one rename: that is how they are rotated."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(
+        f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\naws_session_token = token-of-{key}\n"
+    )
+    fresh.rename(path)
+
+
+class RotatingS3(S3Sink):
+    """`S3Sink` that knows one access key at a time, and refuses requests that are signed with another one.
+
+    The first key expires once `trials` of them have committed a checkpoint; `expired` is called then. For `outage`
+    no key is accepted, and for as long as there is a trial that has not met a refusal. Then `renew` is called with the
+    next key, which may be the same (`renews_key=False`: what was refused is allowed again).
+    """
+
+    def __init__(
+        self,
+        refusal: tuple[str, str],
+        *,
+        trials: int,
+        outage: timedelta,
+        expired: Callable[[], None],
+        renew: Callable[[str], None],
+        renews_key: bool = True,
+    ) -> None:
+        super().__init__()
+        self._refusal = failure(*refusal)
+        self._trials = trials
+        self._outage = outage
+        self._on_expiry, self._renew = expired, renew
+        self._next_key = "KEY2" if renews_key else "KEY1"
+        self._accepted: str | None = "KEY1"
+        self._expired_at: float | None = None
+        self._changing = threading.Lock()
+        self.committed: set[str] = set()
+        self.refused: set[str] = set()
+        self.refusals = 0
+
+    def accept(self, key: str) -> None:
+        """End the outage now: `key` is accepted from now on, and the client has it."""
+        with self._changing:
+            self._accepted = key
+            self._renew(key)
+
+    def _reply(self, wire: Wire, asked: Asked, fault: Fault | None) -> Reply:
+        with self._changing:
+            self._turn()
+            signed = _SIGNED_BY.search(asked.headers.get("authorization", ""))
+            is_accepted = signed is not None and signed[1] == self._accepted
+            if not is_accepted:
+                self._note(self.refused, asked)
+                self.refusals += 1
+        if not is_accepted:
+            return replace(self._refusal, head_only=asked.method == "HEAD")
+        reply = super()._reply(wire, asked, fault)
+        if asked.method == "PUT" and asked.key.endswith("/manifest.json") and reply.status.startswith("2"):
+            self._note(self.committed, asked)
+        return reply
+
+    def _turn(self) -> None:
+        """Take the step that is due: from the first key to none, from none to the next."""
+        if self._expired_at is None:
+            if len(self.committed) >= self._trials:
+                self._expired_at, self._accepted = time.monotonic(), None
+                self._on_expiry()
+        elif self._accepted is None:
+            is_over = time.monotonic() - self._expired_at >= self._outage.total_seconds()
+            if is_over and len(self.refused) >= self._trials:
+                self._accepted = self._next_key
+                self._renew(self._next_key)
+
+    def _note(self, trials: set[str], asked: Asked) -> None:
+        if found := _TRIAL.search(asked.key):
+            trials.add(found[1])

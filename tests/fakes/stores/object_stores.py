@@ -1,0 +1,61 @@
+"""An object store on the server that a test chooses, and ways to observe it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from obstore.store import S3Store
+
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
+from tests.fakes.servers.s3_sink import Fault, SinkRequest
+
+KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}
+
+
+def object_store(
+    endpoint: str,
+    *,
+    seconds: float = 60,
+    request_limit: timedelta = timedelta(seconds=60),
+    bucket: str = "bucket",
+    prefix: str = "below/a prefix",
+    **options: object,
+) -> ObstoreStore:
+    def connect(request_timeout: timedelta) -> S3Store:
+        times = client_times(request_timeout)
+        return S3Store(
+            bucket,
+            prefix=prefix,
+            endpoint=endpoint,
+            region="us-east-1",
+            unsigned_payload=True,
+            client_options={**times["client_options"], "allow_http": True, **options},
+            retry_config=times["retry_config"],
+            **KEYS,
+        )
+
+    deadline = Deadline.after(timedelta(seconds=seconds))
+    return ObstoreStore(connect, deadline=deadline, request_limit=request_limit)
+
+
+class Once:
+    """Injects `fault` into the first request; the others are answered."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._faults = iter([fault])
+        self._lock = threading.Lock()
+
+    def __call__(self, _request: SinkRequest) -> Fault | None:
+        with self._lock:
+            return next(self._faults, None)
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()

@@ -1,0 +1,478 @@
+"""Automations as code: installed once by name, they fire, and they restart killed runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil  # type: ignore[import-untyped]  # the package has no types
+import pytest
+from prefect import flow
+from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.server.utilities.user_templates import render_user_template_sync, validate_user_template
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.deploy.apply_automations import automation_names, install_automations, uninstall_automations
+from prefect_tune.deploy.automation_specs import shipped
+from prefect_tune.prefect_api.local_server import start_prefect_server
+from tests.fakes.feed import Feed
+from tests.fakes.servers.canned_http import answering
+from tests.flows.driver import until
+from tests.flows.training import trial_at
+from tests.trainables.moody import Moody
+
+FAILED, BUDGET = "prefect-tune: alert on a failed run", "prefect-tune: alert on 80 % of a budget"
+CORRUPT, BEST = "prefect-tune: alert on a damaged checkpoint", "prefect-tune: alert on a new best trial"
+REPOSITORY = Path(__file__).parents[3]
+POOL = "comes-back"
+
+
+def found() -> dict[str, Any]:
+    """All automations on the server, by name."""
+    with get_client(sync_client=True) as client:
+        every = client.request("POST", "/automations/filter", json={"limit": 200}).json()
+    return {each["name"]: each for each in every}
+
+
+def actions_of(name: str) -> list[str]:
+    return [each["type"] for each in found()[name]["actions"]]
+
+
+@pytest.fixture
+def clean(prefect_server: str) -> Iterator[str]:
+    uninstall_automations()
+    yield prefect_server
+    uninstall_automations()
+
+
+# --------------------------------------------------------------------------------------------------- installing
+
+
+@pytest.mark.usefixtures("clean")
+class TestInstalled:
+    """The automations on the server after `install_automations`."""
+
+    def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
+        trigger = EventTrigger(expect={"prefect-tune.trial.finished"}, posture="Reactive", threshold=1)
+        own = Automation(name="prefect-tune: the user's own", trigger=trigger, actions=[DoNothing()]).create()
+        before = found()
+        assert install_automations() == automation_names()
+        assert set(found()) == {*before, *automation_names()}
+        assert set(uninstall_automations()) == set(automation_names())
+        assert uninstall_automations() == []
+        assert found() == before
+        own.delete()
+
+    def test_an_alert_that_an_earlier_release_has_switched_on_without_an_action_is_switched_off(self) -> None:
+        old: Any = Automation.read(name=install_automations(names=[BEST])[0])
+        old.enabled = True
+        old.update()
+        install_automations()
+        assert not found()[BEST]["enabled"]
+        assert found()["prefect-tune: restart a crashed run"]["enabled"]
+
+    def test_installing_twice_changes_nothing_and_another_window_is_brought_up_to_date(self) -> None:
+        install_automations(heartbeat_window_seconds=90)
+        first = found()
+        install_automations(heartbeat_window_seconds=90)
+        assert found() == first
+        install_automations(heartbeat_window_seconds=120)
+        changed = {name for name, each in found().items() if each["updated"] != first[name]["updated"]}
+        assert changed == {"prefect-tune: mark a run without heartbeats as crashed"}
+        assert found()[changed.pop()]["trigger"]["within"] == 120
+
+    def test_one_of_an_earlier_release_is_renamed_and_keeps_what_a_person_changed(self) -> None:
+        for name, spec in shipped(timedelta(seconds=90)).items():
+            old: Any = Automation.read(name=install_automations(names=[spec.former_name])[0])
+            assert old.name == name
+            old.name, old.enabled = spec.former_name, False
+            old.update()
+        before = {each["id"] for each in found().values()}
+        assert install_automations() == automation_names()
+        assert set(found()) == set(automation_names())
+        assert {each["id"] for each in found().values()} == before
+        assert not any(each["enabled"] for each in found().values())
+
+        mine: Any = Automation.read(name=BEST)
+        mine.name = "prefect-tune: new best"  # as an earlier release leaves it beside the new one
+        Automation(**mine.model_dump(exclude={"id"})).create()
+        assert install_automations(names=["prefect-tune: new best"]) == [BEST]
+        assert "prefect-tune: new best" not in found()
+        mine.update()
+        assert uninstall_automations(names=[BEST]) == [BEST]
+        assert {BEST, "prefect-tune: new best"}.isdisjoint(found())
+
+    def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
+        install_automations(names=[BEST])
+        twin: Any = Automation.read(name=BEST)
+        Automation(**twin.model_dump(exclude={"id"})).create()
+        install_automations(names=[BEST])
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(BEST)) == 1
+
+    def test_of_two_names_the_one_with_actions_stays(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        document = block.save("tune-alerts", overwrite=True)
+        install_automations(names=[BEST])  # without an action
+        theirs: Any = Automation.read(name=BEST)
+        theirs.name = "prefect-tune: new best"
+        theirs.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
+        theirs.enabled = True
+        Automation(**theirs.model_dump(exclude={"id"})).create()  # by a client of an earlier release
+        install_automations()
+        assert (actions_of(BEST), found()[BEST]["enabled"]) == (["send-notification"], True)
+        assert "prefect-tune: new best" not in found()
+
+    def test_what_somebody_has_changed_in_the_ui_stays(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        document = block.save("tune-alerts", overwrite=True)
+        mine: Any = Automation.read(name=install_automations(names=[BEST])[0])
+        mine.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
+        mine.enabled = False  # although it has an action
+        mine.update()
+        install_automations()
+        assert (found()[BEST]["actions"][0]["body"], found()[BEST]["enabled"]) == ("mine", False)
+        install_automations(notify="custom-webhook/tune-alerts")
+        assert "{{ event.payload.trial }}" in found()[BEST]["actions"][0]["body"]
+        assert actions_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
+        assert not found()[BEST]["enabled"]
+
+    def test_a_text_of_an_earlier_release_is_replaced_and_one_that_a_person_wrote_is_not(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        block.save("tune-alerts", overwrite=True)
+        install_automations(notify="custom-webhook/tune-alerts")
+        first = found()
+        for name in (FAILED, BEST, BUDGET):
+            old: Any = Automation.read(name=name)
+            former = shipped(timedelta(seconds=90))[name].former_text
+            old.actions = [old.actions[0].model_copy(update={"body": former})]
+            old.trigger = EventTrigger(expect={"prefect-tune.experiment.failed"}, posture="Reactive", threshold=1)
+            old.update()
+        mine: Any = Automation.read(name=CORRUPT)
+        mine.actions = [mine.actions[0].model_copy(update={"body": "look"})]
+        mine.update()
+        install_automations()
+        for name in (FAILED, BEST, BUDGET):
+            assert found()[name]["actions"] == first[name]["actions"]
+            assert set(found()[name]["trigger"]["expect"]) == set(first[name]["trigger"]["expect"])
+        assert found()[CORRUPT]["actions"][0]["body"] == "look"
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"names": ["new best"]}, "found 'new best'"),
+            ({"notify": "slack-webhook/nowhere"}, "no such block"),
+            ({"run": "nothing/at-all"}, "no such deployment"),
+            ({"parameters": {"a": 1}}, "run='flow/deployment'"),
+            ({"heartbeat_window_seconds": 1}, "at least 10"),
+        ],
+    )
+    def test_what_cannot_be_installed_is_refused_before_anything_is(
+        self, options: Mapping[str, Any], complaint: str
+    ) -> None:
+        with pytest.raises(InvalidInput, match=complaint):
+            install_automations(**options)
+        assert not set(found()) & set(automation_names())
+
+
+@pytest.mark.parametrize("act", [install_automations, uninstall_automations])
+def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
+    act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = "automations: the Prefect server at http://127.0.0.1:9/api did not answer"
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(TuneError, match=silent):
+        act()
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    absent = "automations: no Prefect server is set up"
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(InvalidInput, match=absent):
+        act()
+
+
+def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:
+    again, silent = list(shipped(timedelta(seconds=90)).values())[:2]
+    assert again.trigger.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
+    assert again.trigger.after == {"prefect.flow-run.Crashed"}
+    assert not again.trigger.expect & again.trigger.after
+    assert silent.trigger.expect >= {"prefect.flow-run.heartbeat", "prefect.flow-run.Suspended"}
+
+
+# ------------------------------------------------------------------------------------------------------- firing
+
+
+@flow
+def evaluate(experiment: str, trial: str) -> None:
+    """Never run: the tests check only that it is scheduled, and its parameters."""
+
+
+def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(clean: str, tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with get_client(sync_client=True) as client:
+        deployment = deployed(client, "evaluate-best")
+        parameters = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
+        install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=parameters)
+        deployed(client, "look-at-the-target")
+        install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=parameters)
+
+        train(target, 2)
+        damage(target, step=2)
+        train(target, 3)
+        pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
+
+        corrupt = Feed(clean, f"{target.uri}/alone").until(
+            lambda events: any(each["event"] == "prefect-tune.checkpoint.corrupt" for each in events), "prefect-tune."
+        )
+        assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint.corrupt") == 1
+        automation = found()[CORRUPT]["id"]
+        Feed(clean, automation).until(len, "prefect.automation.action.executed")
+        until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
+    assert runs_of_parameters == {"experiment": "searched", "trial": "00000"}
+
+
+@flow(name="nightly")
+def nightly(target: str) -> None:
+    """A flow of a user's own that calls a search."""
+    pt.tune(Moody, {}, target=target, experiment="e", metric="loss", num_samples=1, stop={"step": 1})
+
+
+def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str, tmp_path: Path) -> None:
+    with answering(200) as hook:
+        block = CustomWebhookNotificationBlock(name="hook", url=hook.url, json_data={"text": "{{body}}"})
+        block.save("failed-runs", overwrite=True)
+        install_automations(names=[FAILED], notify="custom-webhook/failed-runs")
+        (tmp_path / "file").touch()
+        for target in ("s3-target/nowhere", str(tmp_path / "file")):
+            with pytest.raises(TuneError):
+                nightly(target)
+        with pytest.raises(pt.SearchFailed):
+            pt.tune(Moody, {"fails": "raise"}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
+        automation = found()[FAILED]["id"]
+        Feed(clean, automation).until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
+    texts = [json.loads(body)["text"] for body in hook.bodies]
+    assert len(texts) == 3
+    assert all(re.match(r"Run [a-z-]+ of the flow tune failed: .+", text) for text in texts), texts
+    assert not any(text.endswith("None") for text in texts), "the link, where the server has a UI"
+    assert "s3-target/nowhere" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "payload", "text"),
+    [
+        (
+            BEST,
+            {"trial": "00002", "step": 82, "metrics": {"accuracy": 0.9577777777777777, "epoch": 3}},
+            "accuracy 0.957778, epoch 3",
+        ),
+        (BUDGET, {"spent": 7.0, "budget": 8.0, "what": "trials"}, "7 of 8 are spent (trials)"),
+        (BUDGET, {"spent": 2881.5, "budget": 3600.0, "what": "time"}, "2881.5 of 3600 s are spent (time)"),
+    ],
+)
+def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:
+    says = shipped(timedelta(seconds=90))[name].says
+    validate_user_template(says)
+    shown = render_user_template_sync(says, {"event": {"payload": {"experiment": "e", "target": "s3://b", **payload}}})
+    assert shown.startswith("Experiment e at s3://b: ")
+    assert shown.endswith(text)
+
+
+runs_of_parameters: dict[str, Any] = {}
+
+
+def deployed(client: SyncPrefectClient, name: str) -> UUID:
+    return client.create_deployment(client.create_flow(evaluate), name)
+
+
+def runs_of(client: SyncPrefectClient, deployment: UUID) -> bool:
+    runs = client.request("POST", "/flow_runs/filter", json={"deployments": {"id": {"any_": [str(deployment)]}}}).json()
+    runs_of_parameters.update(runs[0]["parameters"] if runs else {})
+    return bool(runs)
+
+
+def train(target: LocalTarget, steps: int) -> None:
+    pt.durable_trainable(
+        Moody, {}, target=target, experiment="alone", stop={"step": steps}, checkpoint=pt.Cadence(every_steps=1)
+    )
+
+
+def damage(target: LocalTarget, *, step: int) -> None:
+    (manifest,) = Path(target.path).rglob(f"{step:010d}-*/manifest.json")
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-2])
+
+
+# --------------------------------------------------------------------------------------------- restart after kill -9
+
+
+@contextmanager
+def a_server(folder: Path) -> Iterator[dict[str, str]]:
+    """A whole Prefect server: the test harness's server evaluates no proactive triggers."""
+    home = folder / "home"
+    home.mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_SERVER_DATABASE")},
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_DEFAULT_WORK_POOL_NAME": POOL,
+        "PYTHONPATH": str(REPOSITORY),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    }
+    with (folder / "server.log").open("wb") as log:
+        server = start_prefect_server(environment, log)
+        try:
+            assert server.answers()
+            with temporary_settings({PREFECT_API_URL: server.url}):
+                yield environment | {"PREFECT_API_URL": server.url}
+        finally:
+            server.end()
+
+
+def prefect(environment: Mapping[str, str], *arguments: str) -> None:
+    command = [sys.executable, "-m", "prefect", *arguments]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def a_worker(environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+class Run:
+    """A run of the deployed `durable_trainable`."""
+
+    def __init__(self, client: SyncPrefectClient, target: LocalTarget, experiment: str) -> None:
+        self._client, self._target, self._experiment = client, target, experiment
+        deployment = client.read_deployment_by_name("durable-trainable/durable-trainable")
+        parameters = {
+            "trainable": "tests.trainables.numpy_mlp:NumpyMlp",
+            "config": {"seed": 1, "step_seconds": 0.2},
+            "target": target.uri,
+            "experiment": experiment,
+            "stop": {"step": 300},
+            "checkpoint": {"every_steps": 5},
+        }
+        self.id = client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+    @property
+    def state(self) -> str:
+        return str(self._client.read_flow_run(self.id).state_name)
+
+    @property
+    def pid(self) -> int:
+        return int(str(self._client.read_flow_run(self.id).infrastructure_pid).rpartition(":")[2])
+
+    @property
+    def committed(self) -> int:
+        try:
+            return len(self.trial.checkpoints)
+        except (KeyError, AssertionError):
+            return 0
+
+    @property
+    def trial(self) -> Any:
+        return trial_at(self._target, self._experiment)
+
+    def until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
+        """Wait for the condition; return how long it took."""
+        began = time.monotonic()
+        until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
+        return time.monotonic() - began
+
+
+@contextmanager
+def looked_after(tmp_path: Path) -> Iterator[tuple[dict[str, str], SyncPrefectClient]]:
+    """A server with the automations, on which `durable_trainable` is deployed; no worker yet."""
+    with a_server(tmp_path) as environment, get_client(sync_client=True) as client:
+        prefect(environment, "work-pool", "create", POOL, "--type", "process")
+        prefect(environment, "--no-prompt", "deploy", "--name", "durable-trainable")
+        install_automations(heartbeat_window_seconds=90)
+        yield environment, client
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Path) -> None:
+    """How long it takes is printed: on a quiet machine some 45 s, and the window of 90 s and 60 s more."""
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with looked_after(tmp_path) as (environment, client):
+        log = tmp_path / "worker.log"
+        with a_worker(environment, log):
+            run = Run(client, target, "crashed")
+            run.until("three commits", lambda: run.committed >= 3)
+            os.kill(run.pid, signal.SIGKILL)
+            run.until("the crash is known", lambda: run.state == "Crashed")
+            took = run.until("it runs again", lambda: run.trial.attempt == 2, 300)
+            print(f"back {took:.0f} s after the crash was known")
+            run.until("it is done", lambda: run.state == "Completed", 300)
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
+            assert run.trial.wasted_steps <= 5
+        with a_worker(environment, log) as worker:
+            run = Run(client, target, "vanished")
+            run.until("three commits", lambda: run.committed >= 3)
+            time.sleep(2)
+            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(run.pid, signal.SIGKILL)
+        with a_worker(environment, log):
+            took = run.until("it runs again", lambda: run.trial.attempt == 2, 420)
+            print(f"back {took:.0f} s after its machine was gone")
+            run.until("it is done", lambda: run.state == "Completed", 300)
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
+            assert run.trial.wasted_steps <= 5
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with looked_after(tmp_path) as (environment, client), a_worker(environment, tmp_path / "silent.log") as silent:
+        run = Run(client, target, "silent")
+        run.until("three commits", lambda: run.committed >= 3)
+        first = psutil.Process(run.pid)
+        with stopped(psutil.Process(silent.pid), first), a_worker(environment, tmp_path / "other.log"):
+            run.until("it runs again, elsewhere", lambda: run.trial.attempt == 2, 420)
+            before = run.committed
+            run.until("the other owner commits", lambda: run.committed >= before + 2)
+            for each in (psutil.Process(silent.pid), first):
+                each.resume()
+            run.until("the first one leaves", lambda: not first.is_running(), 120)
+            run.until("it is done", lambda: run.state == "Completed", 300)
+        assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
+        assert run.trial.wasted_steps <= 5
+        assert [each.step for each in run.trial.checkpoints] == list(range(5, 301, 5)), "every commit is there, once"
+
+
+@contextmanager
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    """Stop the processes within the block: they neither run nor end, as on a machine that has lost its network."""
+    for each in processes:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()

@@ -1,0 +1,375 @@
+"""The maintenance flow of a target: its findings, its repairs, and that it disturbs no running search."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+
+import prefect_tune as pt
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.flows.maintain import maintain
+from prefect_tune.maintenance.report import (
+    DamagedCheckpoint,
+    MaintenanceReport,
+    NotLookedAt,
+    Upkeep,
+    markdown,
+)
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.core.small_search import SmallSearch, own_state
+from tests.fakes.checkpoints import files_in
+from tests.fakes.searches.experiments import write_experiment
+from tests.flows.driver import until
+from tests.flows.interruptions.trouble import Trouble
+from tests.flows.training import trial_at
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+_STEPS = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    write_experiment(tmp_path / "target", "digits", _STEPS)
+    return tmp_path / "target"
+
+
+def live(target: Path, experiment: str = "digits") -> list[int]:
+    return [each.step for each in trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(bytes(data))
+
+
+def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> list[Path]:
+    """Return the blobs that only the checkpoint of that step uses."""
+    folder, store = TrialKey(experiment=experiment, trial=trial), PosixStore(target)
+    refs = trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints
+    keys = [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in refs]
+    paths = {key.step: set(read_manifest(store, key).blob_paths()) for key in keys}
+    others = set().union(*(found for other, found in paths.items() if other != step))
+    return [target / path for path in sorted(paths[step] - others)]
+
+
+# ------------------------------------------------------------------------------------------------ findings
+
+
+def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
+    flip(blobs_of(target, "digits", 4)[0])
+    with pytest.raises(
+        pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
+    ) as found:
+        pt.maintain(str(target), verify="all")
+    report = found.value.report
+    assert isinstance(report, MaintenanceReport)
+    assert [(each.step, each.is_new, each.is_aside) for each in report.damaged] == [(4, True, True)]
+    assert (report.experiments[0].live_count, report.verified_count) == (6, 6)
+    assert live(target) == [1, 2, 3, 5, 6]
+
+    again = pt.maintain(str(target), verify="all")
+    assert (again.damaged, again.verified_count) == ([], 5)
+
+
+def test_damage_that_is_left_where_it_is_is_reported_once_too(target: Path) -> None:
+    flip(blobs_of(target, "digits", 4)[0])
+    with pytest.raises(pt.DamageFound):
+        maintain(str(target), verify="all", quarantine=False)
+    again = maintain(str(target), verify="all", quarantine=False)
+    assert [(each.step, each.is_new) for each in again.damaged] == [(4, False)]
+    assert live(target) == _STEPS
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+@pytest.mark.parametrize("act", ["quarantine_checkpoints", "show_report"])
+def test_damage_that_a_run_found_and_died_before_it_reported_is_reported_by_the_next(
+    target: Path, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blobs_of(target, "digits", 4)[0])
+    home = "flows.maintain" if act == "show_report" else "maintenance.runner"
+    module = importlib.import_module(f"prefect_tune.{home}")
+    real = getattr(module, act)
+
+    def dies(*given: Any) -> None:
+        if act == "quarantine_checkpoints":
+            real(*given)
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr(module, act, dies)
+        with pytest.raises(Killed):
+            maintain(str(target), verify="all")
+    assert live(target) == [1, 2, 3, 5, 6]
+    with pytest.raises(pt.DamageFound, match=r"checkpoints/0000000004.* damaged.*quarantined"):
+        maintain(str(target), verify="none", time_budget_seconds=1e-9, collect=False)
+    assert maintain(str(target), verify="all").damaged == []
+
+
+def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: Path) -> None:
+    search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
+    for name in "abc":
+        search.add(name)
+        search.begin(name)
+        for _ in range(3):
+            search.step(name)
+        search.finish(name)
+    journal, manifest = torn_journal(target, "a"), unreadable_manifest(target, "b")
+    policy = pt.Retention(last=1)
+    with pytest.raises(pt.DamageFound, match="small/trials/a/journal"):
+        maintain(str(target), verify="all")
+    again = maintain(str(target), verify="all", retention=policy)
+    small = next(each for each in again.experiments if each.experiment == "small")
+    assert [(each.trial, each.folder, each.is_new) for each in small.damaged] == [("a", journal, False)]
+    assert (small.verified_count, small.pruned_count) == (5, 4)
+    unchecked = [each.what for each in small.not_looked_at]
+    assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == unchecked[:4]
+    assert again.summary.endswith(f"; {len(unchecked)} items not checked")
+    assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
+
+
+def torn_journal(target: Path, trial: str) -> str:
+    key = JournalKey(experiment="small", trial=trial)
+    for path in (target / key.segments).glob("*"):
+        path.unlink()
+    flip(target / key.entry_path(2))
+    return key.entries
+
+
+def unreadable_manifest(target: Path, trial: str) -> str:
+    """Make the oldest manifest of the trial unreadable; return its folder."""
+    path = min((target / TrialKey(experiment="small", trial=trial).checkpoints).glob("*/manifest.json"))
+    path.unlink()
+    path.symlink_to(path.name)
+    return path.parent.relative_to(target).as_posix()
+
+
+def test_a_damaged_journal_is_reported_once_and_the_others_are_looked_after(target: Path) -> None:
+    write_experiment(target, "other", [2])
+    flip(target / JournalKey(experiment="digits").entry_path(3))
+    for folder in target.glob("digits/segments"):
+        for path in folder.iterdir():
+            path.unlink()
+    with pytest.raises(pt.DamageFound, match="digits/journal"):
+        pt.maintain(str(target), verify="all")
+    again = pt.maintain(str(target), verify="all")
+    assert [(each.folder, each.is_new) for each in again.damaged] == [("digits/journal", False)]
+    assert {each.experiment for each in again.not_looked_at} == {"digits"}
+    assert again.verified_count == 1
+
+
+def test_after_as_many_runs_as_a_sample_has_rounds_everything_was_read(target: Path) -> None:
+    reports = [maintain(str(target), sample_rounds=3, collect=False) for _ in range(3)]
+    assert sum(each.verified_count for each in reports) == 6
+
+
+def test_what_the_limits_leave_is_read_next_and_the_report_says_so(target: Path) -> None:
+    reports = [maintain(str(target), verify="all", max_verify_bytes=1) for _ in range(2)]
+    assert [each.verified_count for each in reports] == [1, 1]
+    assert [each.what for each in reports[0].not_looked_at] == ["5 checkpoints of this sample"]
+    none = maintain(str(target), time_budget_seconds=1e-9)
+    assert [(each.what, each.why) for each in none.not_looked_at] == [("everything", "the time budget was spent")]
+
+
+# ------------------------------------------------------------------------------------------------- repairs
+
+
+def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target: Path) -> None:
+    before = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    report = maintain(str(target), verify="none", retention=pt.Retention(last=2))
+    assert (report.experiments[0].pruned_count, report.verified_count) == (4, 0)
+    assert live(target) == [5, 6]
+    after = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    assert report.collected_bytes > 15_000_000
+    assert before - after > 15_000_000
+    assert maintain(str(target), verify="all").verified_count == 2
+
+
+def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_the_end(target: Path) -> None:
+    search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
+    search.describe(metric="loss", mode="max")  # the loss falls, so that each trial's first checkpoint is its best
+    for name, count in {"short": 2, "long": 4}.items():
+        search.add(name)
+        search.begin(name)
+        for _ in range(count):
+            search.step(name)
+        search.finish(name)
+    dry = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1), dry_run=True)
+    report = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1))
+    assert (dry.experiments[0].pruned_count, report.experiments[0].pruned_count) == (2, 2)
+    assert [each.step for each in own_state(search.store, "small", "long").checkpoints] == [1, 4]
+    assert len(own_state(search.store, "small", "short").checkpoints) == 2, "the best trial by the last report"
+
+
+def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
+    flip(blobs_of(target, "digits", 4)[0])
+    before = files_in(target)
+    with pytest.raises(pt.DamageFound) as found:
+        maintain(str(target), verify="all", retention=pt.Retention(last=2), dry_run=True)
+    report = found.value.report
+    assert isinstance(report, MaintenanceReport)
+    assert (report.experiments[0].pruned_count, len(report.damaged), report.dry_run) == (4, 1, True)
+    assert report.summary.startswith("1 experiment: ")
+    assert "4 would be pruned; their bytes and 0 B more would be deleted" in report.summary
+    assert files_in(target) == before
+
+
+def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> None:
+    write_experiment(target, "nightly-1", [2])
+    write_experiment(target, "nightly-2", [2])
+    found = maintain(str(target), experiments=["nightly-*"], verify="none", collect=False)
+    assert [each.experiment for each in found.experiments] == ["nightly-1", "nightly-2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"experiments": ["digit"]}, "none of the 1 at .* matches 'digit'"),
+        ({"sample_rounds": 0}, "sample_rounds: expected more than 0"),
+        ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
+        ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked: dict[str, Any], what: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=what):
+        maintain(str(target), **asked)
+
+
+# ------------------------------------------------------------------------------------- beside running searches
+
+
+def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_aside_loudly(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.numpy_mlp:NumpyMlp"
+    trouble.run(steps=15)
+    root = Path(trouble.target.path)
+    flip(blobs_of(root, "troubled", 15)[0])
+    with pytest.raises(pt.DamageFound):
+        maintain(trouble.target, verify="all")
+    trouble.run(steps=20)
+    assert trouble.acts("loaded") == [10]
+    assert "step 15 was quarantined; the trial resumes from step 10" in trouble.loudly()
+    assert maintain(trouble.target, verify="all").damaged == []
+
+
+class Slow(pt.Trainable):
+    """Steps of some milliseconds; its checkpoints have bytes that change and bytes that do not."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.x = float(config["x"])
+        self.count = 0
+
+    def step(self) -> Mapping[str, Any]:
+        self.count += 1
+        time.sleep(0.05)
+        return {"loss": self.x / self.count}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "count").write_text(str(self.count))
+        Path(checkpoint_dir, "backbone").write_bytes(b"b" * 100_000)
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = int(Path(checkpoint_dir, "count").read_text())
+
+
+@pytest.mark.deep
+def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_deleted(tmp_path: Path) -> None:
+    target, reports, over = tmp_path / "target", list[MaintenanceReport](), threading.Event()
+
+    def looks_after() -> None:
+        while not over.is_set():
+            if (target / "running" / "journal").is_dir():
+                reports.append(maintain(str(target), verify="all", retention=pt.Retention(last=1)))
+            over.wait(0.2)
+
+    beside = threading.Thread(target=_or_kept(looks_after, errors := []))
+    beside.start()
+    try:
+        results = pt.tune(
+            Slow,
+            {"x": pt.grid_search([1.0, 2.0])},
+            target=str(target),
+            experiment="running",
+            metric="loss",
+            num_samples=1,
+            stop={"step": 24},
+            checkpoint=pt.Cadence(every_steps=4),
+            retention=pt.Retention(last=2),
+            max_concurrent_trials=2,
+        )
+    finally:
+        over.set()
+        beside.join(120)
+    assert errors == []
+    assert len(reports) > 1
+    assert not any(each.damaged for each in reports)
+    assert [trial.step for trial in results.trials.values()] == [24] * 2
+    for name in results.trials:
+        found = results.checkpoint(name).to_directory(str(tmp_path / name))
+        assert files_in(found)["count"] == b"24"
+    last = maintain(str(target), verify="all", retention=pt.Retention(last=1))
+    assert (last.damaged, last.experiments[0].undecided_count) == ([], 0)
+    more = pt.resume("running", target=str(target), trainable=Slow, stop={"step": 28})
+    assert [trial.step for trial in more.trials.values()] == [28] * 2
+
+
+def _or_kept(act: Callable[[], None], errors: list[BaseException]) -> Callable[[], None]:
+    def kept() -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: the test looks at it
+            errors.append(error)
+
+    return kept
+
+
+# --------------------------------------------------------------------------------------- the page in the UI
+
+
+def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target: Path) -> None:
+    maintain(str(target), verify="all", retention=pt.Retention(last=3))
+    with get_client(sync_client=True) as client:
+        only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
+        [page] = (each for each in client.read_artifacts(artifact_filter=only) if str(target) in str(each.data))
+    assert "| digits |" in str(page.data)
+    assert page.flow_run_id is not None
+    acts = {"verify digits", "prune digits", "collect digits"}
+    until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
+
+
+def _task_runs(flow_run: UUID) -> set[str]:
+    """Return the names of the run's task runs on the server, which learns of them from events, after the run."""
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    with get_client(sync_client=True) as client:
+        return {run.name for run in client.read_task_runs(flow_run_filter=only, limit=200)}
+
+
+def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
+    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_new=True, is_aside=True)
+    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_new=False, is_aside=False)
+    left = (NotLookedAt("e", "garbage", "time"),) * 120
+    page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=(bad, journal)),), left, dry_run=True))
+    assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not checked")
+    assert r"| e | t | 3 | yes | yes | a \| b c \<i\> |" in page
+    assert "| e |  | journal | no | no | torn |" in page
+    assert "and 20 more" in page
+    assert page.startswith("# Dry run")
+
+
+def test_every_parameter_of_the_form_is_described() -> None:
+    properties = maintain.parameters.properties
+    assert [name for name, each in properties.items() if not each.get("description")] == []

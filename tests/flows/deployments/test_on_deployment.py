@@ -1,0 +1,221 @@
+"""Attempts as runs of a deployment: each is started once, even if the API fails meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.logging import disable_run_logger
+from prefect.states import Completed, Crashed, Pending, Running, Scheduled
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.executors import launchers
+from prefect_tune.executors.launchers import DeploymentLauncher
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from tests.fakes.searches.far_attempts import plan_at
+
+
+class Api:
+    """Makes one run for each key; before it answers, it does what `troubles` say, one for each request.
+
+    It is the clock too, which advances while a caller sleeps.
+    """
+
+    def __init__(self) -> None:
+        self.troubles: list[Callable[[], None]] = []
+        self.runs: dict[str, FlowRun] = {}
+        self.slept: list[float] = []
+
+    def run_deployment(self, _name: str, *, idempotency_key: str, **_: Any) -> FlowRun:
+        run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a run", state=Scheduled())
+        run = self.runs.setdefault(idempotency_key, run)
+        if self.troubles:
+            self.troubles.pop(0)()
+        return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read_flow_run(self, run: UUID) -> FlowRun:
+        return next(each for each in self.runs.values() if each.id == run)
+
+    def read_flow_runs(self, *, flow_run_filter: FlowRunFilter, limit: int) -> list[FlowRun]:
+        assert flow_run_filter.idempotency_key is not None
+        if self.troubles:
+            self.troubles.pop(0)()
+        return [self.runs[key] for key in flow_run_filter.idempotency_key.any_ or () if key in self.runs][:limit]
+
+    def set_flow_run_state(self, run: UUID, state: State[Any]) -> OrchestrationResult[Any]:
+        self.read_flow_run(run).state = state
+        return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    api = Api()
+    monkeypatch.setattr(launchers, "run_deployment", api.run_deployment)
+    monkeypatch.setattr(launchers, "time", api)
+    monkeypatch.setattr(launchers, "get_client", lambda **_: api)
+    with disable_run_logger():
+        yield api
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> TrialSpec:
+    target = LocalTarget(path=str(tmp_path))
+    return plan_at(target, trainable="package.module:Name")
+
+
+def begin(plan: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
+    deployment = deployment or DeploymentLauncher("flow/deployment")
+    return deployment(plan, AttemptRequest(), StoreLink(plan.target, plan.trial, 1), 1)
+
+
+def refused() -> None:
+    raise httpx.ConnectError("All connection attempts failed")
+
+
+def answered(status: int) -> Callable[[], None]:
+    def answer() -> None:
+        response = httpx.Response(status, request=httpx.Request("POST", "http://api"))
+        raise PrefectHTTPStatusError(str(status), request=response.request, response=response)
+
+    return answer
+
+
+def gone() -> None:
+    raise ObjectNotFound(http_exc=Exception("404"))
+
+
+def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: Api, plan: TrialSpec) -> None:
+    api.troubles = [refused, answered(503), answered(429)]
+    begin(plan)
+    assert (len(api.runs), api.slept) == (1, [1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(("trouble", "error"), [(answered(422), PrefectHTTPStatusError), (gone, ObjectNotFound)])
+def test_what_waiting_cannot_mend_is_said_at_once(
+    api: Api, plan: TrialSpec, trouble: Callable[[], None], error: type[Exception]
+) -> None:
+    api.troubles = [trouble]
+    with pytest.raises(error):
+        begin(plan)
+    assert api.slept == []
+
+
+def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, plan: TrialSpec) -> None:
+    api.troubles = [refused] * 99
+    with pytest.raises(httpx.ConnectError):
+        begin(plan)
+    assert 240 < sum(api.slept) <= 300
+
+
+@pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])
+def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as_another_by_the_next(
+    api: Api, plan: TrialSpec, state: State
+) -> None:
+    deployment = DeploymentLauncher("flow/deployment")
+    wait = begin(plan, deployment)
+    (run,) = api.runs.values()
+    run.state = state
+    deployment.withdraw()
+    wait()
+    assert run.state.is_cancelled()
+    begin(plan)
+    assert [each.state is not None and each.state.is_scheduled() for each in api.runs.values()] == [False, True]
+
+
+def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
+    api: Api, plan: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = DeploymentLauncher("flow/deployment")
+    wait = begin(plan, deployment)
+    (run,) = api.runs.values()
+    run.state = Running()
+
+    def ends(_: float) -> None:
+        assert run.state is not None
+        assert run.state.is_running()
+        run.state = Completed()
+
+    monkeypatch.setattr(api, "sleep", ends)
+    deployment.withdraw()
+    wait()
+    assert run.state.is_completed()
+
+
+# ----------------------------------------------------------------------------------------- the run of an attempt
+
+
+def died(api: Api) -> None:
+    """Set the newest run to Crashed, before its attempt has begun."""
+    list(api.runs.values())[-1].state = Crashed()
+
+
+def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, plan: TrialSpec) -> None:
+    search = DeploymentLauncher("flow/deployment")
+    begin(plan, search)
+    died(api)
+    begin(plan, search)
+    _, second = api.runs.values()
+    second.state = Running()
+    looks: list[float] = []
+
+    def ends(seconds: float) -> None:
+        looks.append(seconds)
+        second.state = Completed()
+
+    api.sleep = ends  # type: ignore[method-assign]  # for this one
+    begin(plan)()
+    assert looks, "the live run is waited for, and not the dead one"
+    assert len(api.runs) == 2
+
+
+def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan: TrialSpec) -> None:
+    search = DeploymentLauncher("flow/deployment")
+    begin(plan, search)
+    died(api)
+    begin(plan, search)
+    api.troubles = [lambda: None, refused]
+    begin(plan)
+    assert (api.slept, len(api.runs)) == ([1.0], 2)
+
+
+def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is_begun_again(
+    api: Api, plan: TrialSpec
+) -> None:
+    search = DeploymentLauncher("flow/deployment")
+    for _ in range(2):
+        begin(plan, search)
+        died(api)
+    resumed = DeploymentLauncher("flow/deployment")
+    begin(plan, resumed)()
+    assert len(api.runs) == 2
+    begin(plan, resumed)
+    assert [key.rpartition("/")[2] for key in api.runs] == ["1", "2", "3"]
+
+
+def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_is_not_taken(
+    api: Api, plan: TrialSpec
+) -> None:
+    for experiment_id in ("deleted", "again", "again"):
+        request = AttemptRequest(experiment_id=experiment_id)
+        DeploymentLauncher("flow/deployment")(plan, request, StoreLink(plan.target, plan.trial, 1), 1)
+    assert len(api.runs) == 2

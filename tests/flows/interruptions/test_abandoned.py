@@ -1,0 +1,123 @@
+"""When the process of a search cannot continue, it stops all trials: none waits for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Event, Finished, Started, TrialAdded
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from tests.flows.driver import Driver, Drivers, until
+from tests.flows.simulated_search import NAME, SimulatedSearch
+from tests.flows.training import experiment_at
+from tests.trainables.digits_table import EPOCHS
+from tests.trainables.witness import acts_of
+
+
+class WritesUntil:
+    """A journal's writer whose target fails after so many entries."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(
+        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
+    ) -> Experiment:
+        if not self._left:
+            raise StoreUnavailable("the target is away")
+        self._left -= 1
+        return write_directly(target, state, events, stamp)
+
+
+@pytest.mark.parametrize("entries", [1, 2, 4])
+def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int, local_target: LocalTarget) -> None:
+    acted = SimulatedSearch(local_target, slots=3)
+    with pytest.raises(StoreUnavailable, match="the target is away"):
+        acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(entries))
+    assert acted.executor.stopped
+    assert len(acted.executor) == 0
+
+
+def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalTarget) -> None:
+    acted = SimulatedSearch(local_target, slots=3)
+    acted.executor.survives_search = True
+    with pytest.raises(StoreUnavailable):
+        acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(1))
+    assert not acted.executor.stopped
+    assert len(acted.executor) == 3
+
+
+def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_target: LocalTarget) -> None:
+    acted = SimulatedSearch(local_target)
+
+    def stop() -> None:
+        raise StoreUnavailable("no trial can be reached")
+
+    acted.executor.stop = stop  # type: ignore[method-assign]  # for this one executor
+    with pytest.raises(StoreUnavailable, match="the target is away"):
+        acted.run(writer=WritesUntil(1))
+
+
+def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
+    local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = JournalKey(experiment=NAME, trial="00000")
+    added = TrialAdded(trial="00000", config={}, apart=True)
+    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+    write_directly(local_target, search, [added])
+    began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
+    open_journal(local_target, own, Opening(current_owner(), new_write_id(), lambda _: began))
+    refusals, real = iter([False, True]), LocalTarget.open
+
+    def away_once(target: LocalTarget, **options: Any) -> Any:
+        if next(refusals, False):  # opening the search's journal comes first
+            raise StoreUnavailable("away for a moment")
+        return real(target, **options)
+
+    monkeypatch.setattr(LocalTarget, "open", away_once)
+    monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", lambda _: None)
+    state = SimulatedSearch(local_target, samples=1).run()
+    assert state.trial("00000").status is Status.COMPLETED
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.timeout(900)
+def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_an_answer(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    witness = tmp_path / "witness"
+
+    def start(step_seconds: float) -> Driver:
+        return drivers.start(
+            "tests.trainables.digits_table:DigitsTable",
+            {"row": pt.grid_search([1, 2]), "witness": str(witness), "step_seconds": step_seconds},
+            flow="tune",
+            target=local_target,
+            experiment=NAME,
+            metric="error",
+            num_samples=1,
+            scheduler=ASHA(max_t=EPOCHS, grace_period=3),
+            max_concurrent_trials=2,
+        )
+
+    driver = start(0.5)
+    until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
+    open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+    assert driver.wait(seconds=45)["error"] == "Superseded"
+    driver.require_no_leftovers()
+    assert "error" not in start(0).wait(seconds=90)
+    ended = experiment_at(local_target, NAME)
+    assert [each.status for each in ended.trials.values()] == [Status.COMPLETED] * 2

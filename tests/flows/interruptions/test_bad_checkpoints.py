@@ -1,0 +1,209 @@
+"""Damaged checkpoints, and checkpoints that crash: quarantined with an error; the trial resumes from the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import ResumeFailed, TrialFailed
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.flows.interruptions.trouble import Trouble
+from tests.flows.training import bytes_of_checkpoint, undisturbed, violations
+
+_NAME = "troubled"
+_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
+
+
+@pytest.fixture
+def trained(trouble: Trouble) -> Trouble:
+    """A real training that ended at step 15, with checkpoints of steps 5, 10 and 15."""
+    trouble.trainable = _MLP
+    trouble.run(steps=15)
+    return trouble
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+def _own_blobs(trouble: Trouble, step: int) -> Sequence[Path]:
+    """Return the blobs that only the checkpoint of `step` refers to."""
+    root = Path(trouble.target.path)
+    of_step = {
+        each.step: read_manifest(
+            PosixStore(root),
+            CheckpointKey(trial=TrialKey(experiment=_NAME, trial="trial"), step=each.step, sequence=each.sequence),
+        ).blob_paths()
+        for each in trouble.trial.checkpoints
+    }
+    others = {path for other, paths in of_step.items() if other != step for path in paths}
+    return [root / path for path in sorted(of_step[step] - others)]
+
+
+def _manifest(trouble: Trouble, step: int) -> Path:
+    (found,) = Path(trouble.target.path).rglob(f"{step:010d}-*/manifest.json")
+    return found
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    _overwrite(path, bytes(data))
+
+
+def _cut(path: Path) -> None:
+    _overwrite(path, path.read_bytes()[:-1])
+
+
+def _empty(path: Path) -> None:
+    _overwrite(path, b"")
+
+
+_DAMAGE: dict[str, Callable[[Trouble, int], None]] = {
+    "a flipped bit in a blob": lambda trouble, step: _flip(_own_blobs(trouble, step)[0]),
+    "a blob cut short": lambda trouble, step: _cut(_own_blobs(trouble, step)[0]),
+    "a missing blob": lambda trouble, step: _own_blobs(trouble, step)[0].unlink(),
+    "a flipped bit in the manifest": lambda trouble, step: _flip(_manifest(trouble, step)),
+    "an empty manifest": lambda trouble, step: _empty(_manifest(trouble, step)),
+    "a missing manifest": lambda trouble, step: _manifest(trouble, step).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(trained: Trouble, damage: str) -> None:
+    _DAMAGE[damage](trained, 15)
+    trained.run(steps=20)
+    assert trained.acts("loaded") == [10]
+    assert len(trained.trial.quarantined) == 1
+    assert "step 15 cannot be restored" in trained.loudly()
+    _require_identical(trained, 20)
+
+
+def test_two_damaged_checkpoints_are_both_put_aside(trained: Trouble) -> None:
+    _flip(_own_blobs(trained, 15)[0])
+    _flip(_own_blobs(trained, 10)[0])
+    trained.run(steps=20)
+    assert trained.acts("loaded") == [5]
+    assert len(trained.trial.quarantined) == 2
+    _require_identical(trained, 20)
+
+
+def test_when_all_checkpoints_are_damaged_nothing_is_started_afresh_however_often_it_is_tried(
+    trained: Trouble,
+) -> None:
+    for step in (5, 10, 15):
+        _manifest(trained, step).unlink()
+    begun = trained.acts("begin")
+    for _ in range(2):
+        with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):
+            trained.run(steps=20)
+    assert trained.acts("begin") == begun
+    assert trained.trial.status is not Status.COMPLETED
+
+
+def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
+    entries = sorted(Path(trained.target.path).rglob("journal/*.json"))
+    _flip(entries[len(entries) // 2])
+    begun = trained.acts("begin")
+    with pytest.raises(ResumeFailed, match="Nothing was started"):
+        trained.run(steps=20)
+    assert trained.acts("begin") == begun
+
+
+# --------------------------------------------------------------------------------------------------- poison
+
+
+@pytest.mark.parametrize("way", ["raise", pytest.param("segfault", marks=pytest.mark.deep)])
+def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_deaths(trouble: Trouble, way: str) -> None:
+    trouble.run(steps=10)
+    trouble.poison(10, way)
+    result = trouble.run(steps=20, failures=FailurePolicy(max_failures=5))
+    assert result.step == 20
+    assert trouble.acts("loaded") == [10, 10, 10, 5]
+    assert "a checkpoint is quarantined" in trouble.loudly()
+    assert len(trouble.trial.quarantined) == 1
+
+
+def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "place": "load", "at": 10, "times": 4}
+    trouble.run(steps=10)
+    trouble.run(steps=20)
+    assert trouble.acts("loaded") == [10] * 5
+    assert trouble.trial.quarantined == ()
+
+
+def test_a_poison_checkpoint_does_not_outlive_the_users_budget(trouble: Trouble) -> None:
+    trouble.run(steps=10)
+    trouble.poison(10, "raise")
+    with pytest.raises(TrialFailed, match="max_failures"):
+        trouble.run(steps=20, failures=FailurePolicy(max_failures=1))
+    assert trouble.acts("loaded") == [10, 10]
+
+
+# ------------------------------------------------------------------------------------------------- retention
+
+
+def _require_identical(trouble: Trouble, steps: int) -> None:
+    truth = undisturbed(steps)
+    assert trouble.trial.status is Status.COMPLETED
+    last = trouble.trial.checkpoints[-1]
+    assert last.step == steps
+    assert bytes_of_checkpoint(trouble.target, _NAME, last.step, last.sequence) == truth.files[steps]
+    assert violations(trouble.target, _NAME, truth) == []
+
+
+@pytest.mark.parametrize(
+    ("retention", "stay"),
+    [
+        (Retention(last=2), [35, 40]),
+        (Retention(every=15), [15, 30, 40]),
+        (Retention(last=1, every=20), [20, 40]),
+    ],
+)
+def test_retired_checkpoints_are_gone_from_the_target_and_live_ones_restore(
+    trouble: Trouble, retention: Retention, stay: Sequence[int]
+) -> None:
+    trouble.trainable = _MLP
+    trouble.run(steps=40, retention=retention)
+    assert [each.step for each in trouble.trial.checkpoints] == stay
+    manifests = Path(trouble.target.path).rglob("manifest.json")
+    assert sorted(int(path.parent.name.partition("-")[0]) for path in manifests) == stay
+    _require_identical(trouble, 40)
+    needed = {path for step in stay for path in _blobs(trouble, step)}
+    on_target = {path for path in Path(trouble.target.path).rglob("blobs/*") if path.is_file()}
+    assert needed <= on_target
+    assert len(on_target - needed) <= 3  # what the last commit retired may wait for the next one
+
+
+def _blobs(trouble: Trouble, step: int) -> Sequence[Path]:
+    root = Path(trouble.target.path)
+    (ref,) = (each for each in trouble.trial.checkpoints if each.step == step)
+    key = CheckpointKey(trial=TrialKey(experiment=_NAME, trial="trial"), step=step, sequence=ref.sequence)
+    return [root / path for path in read_manifest(PosixStore(root), key).blob_paths()]
+
+
+def test_the_best_checkpoints_stay(trouble: Trouble) -> None:
+    trouble.trainable = _MLP
+    trouble.run(steps=30, retention=Retention(best=1, metric="loss"), checkpoint=Cadence(every_steps=2))
+    losses = {int(step): loss for step, loss in _losses(30).items() if step % 2 == 0}
+    best = min(losses, key=lambda step: losses[step])
+    assert [each.step for each in trouble.trial.checkpoints] == sorted({best, 30})
+
+
+def _losses(steps: int) -> dict[int, float]:
+    from tests.trainables.numpy_mlp import Mlp
+
+    model = Mlp({})
+    return {step: float(model.train_step()["loss"]) for step in range(1, steps + 1)}

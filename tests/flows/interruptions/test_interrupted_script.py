@@ -1,0 +1,80 @@
+"""Ctrl-C of a script: the last line on the terminal says how to resume, without a Prefect traceback above it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.prefect_api import flow_with_server
+from tests.trainables.moody import train
+
+SCRIPT = """
+import sys
+import prefect_tune as pt
+from tests.trainables.fragile import Fragile
+
+space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
+pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)
+"""
+
+
+def interrupt_of(call: object) -> KeyboardInterrupt:
+    assert callable(call)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        call()
+    return interrupt.value
+
+
+def raise_interrupt(*_args: object, **_options: object) -> object:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.timeout(900)
+def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "runs")],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 150
+    while not list(tmp_path.glob("runs/e/trials/*/journal/*")):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT
+    last = said.splitlines()[-1]
+    assert last.startswith("KeyboardInterrupt: experiment 'e': ")
+    assert last.endswith("; run it again, with Retry or under the same experiment name, to resume")
+    trace = said[said.index("Traceback") :]
+    assert "flow_engine.py" not in trace
+    assert trace.count("\n  File ") <= 2
+
+
+def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_with_server, "require_valid", raise_interrupt)
+    interrupt = interrupt_of(lambda: pt.tune(train, {}, target=tmp_path))
+    assert str(interrupt) == "tune was interrupted before it began: run it again"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
+
+
+def test_during_the_import_of_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(pt), "tune", raising=False)
+    monkeypatch.setattr(pt, "import_module", raise_interrupt)
+    interrupt = interrupt_of(lambda: pt.tune)
+    assert str(interrupt) == "interrupted while prefect_tune.tune was imported: nothing was started"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))

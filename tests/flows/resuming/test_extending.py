@@ -1,0 +1,291 @@
+"""Runs that add samples to those of earlier runs: each run adds its samples once; unfinished trials come first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
+from prefect.runtime import flow_run
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Described
+from prefect_tune.parameters.samples_per_run import extended
+from prefect_tune.parameters.search_plan import SearchPlan, from_settings
+from prefect_tune.prefect_api.flow_runs.call_path import call_path
+from prefect_tune.tasks.existing_experiment import read_known
+from tests.fakes.searches.experiments import after
+from tests.flows.training import experiment_at
+from tests.trainables.digits_table import ROWS
+
+DIGITS = "tests.trainables.digits_table:DigitsTable"
+
+
+def planned(**options: Any) -> SearchPlan:
+    return SearchPlan(trainable=DIGITS, target="/runs", metric="error", **options)
+
+
+def begun(**options: Any) -> Experiment:
+    """An experiment as a run without `samples_per_run` describes it."""
+    return after(nothing_yet("nightly"), [Described(settings=planned(**options).settings)])
+
+
+def run(state: Experiment, number: str, **options: Any) -> Experiment:
+    """The experiment by its journal after a run with this id has opened it."""
+    now, added = extended(planned(**options), state, lambda: number)
+    return after(state, [Described(settings=now.settings), *added])
+
+
+def _unexpected() -> str:
+    raise AssertionError("the name of the run was requested without need: that costs requests")
+
+
+def total(state: Experiment) -> object:
+    return state.settings["num_samples"]
+
+
+def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> None:
+    state = nothing_yet("nightly")
+    for number, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
+        state = run(state, number, samples_per_run=5)
+        assert total(state) == expected
+    assert state.extensions == {"a": 5, "b": 5, "c": 5}
+
+
+@pytest.mark.parametrize(
+    ("before", "samples"),
+    [
+        ({"num_samples": 20}, 25),
+        ({}, 15),  # ten are the default
+        ({"search": {"OptunaSearch": {"num_samples": 40}}}, 45),
+        ({"search": {"OptunaSearch": {"num_samples": 40}}, "num_samples": 7}, 12),
+    ],
+)
+def test_what_was_begun_by_hand_is_extended_from_there(before: Mapping[str, Any], samples: int) -> None:
+    assert total(run(begun(**before), "a", samples_per_run=5)) == samples
+
+
+GRID = {"space": {"row": pt.grid_search([1, 2, 3])}}
+OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, pt.RandomSearch(points_to_evaluate=[])]
+
+
+def samples_of(state: Experiment, **options: Any) -> int | None:
+    """Return the total number of trials to run."""
+    now, _ = extended(planned(**options), state, _unexpected)
+    return now.trial_count
+
+
+@pytest.mark.parametrize("search", OPEN)
+def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
+    state = nothing_yet("grid")
+    for number in ("a", "b", "c"):
+        assert samples_of(state, search=search, **GRID) == 3
+        state = run(state, number, search=search, **GRID)
+        assert total(state) == 1
+    resumed = from_settings(state.settings, {"target": "/runs"}, {})
+    assert resumed.trial_count == 3
+    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
+
+
+@pytest.mark.parametrize("search", OPEN)
+def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
+    written = planned(search=search, **GRID).settings
+    assert "num_samples" not in written
+    state = after(nothing_yet("grid"), [Described(settings=written)])
+    resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
+    assert resumed.trial_count == 30
+    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
+    for number in ("a", "b", "c"):
+        assert samples_of(state, search=search, **GRID) == 30
+        state = run(state, number, search=search, **GRID)
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
+def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
+    old = after(nothing_yet("grid"), [Described(settings=planned(**GRID).settings)])
+    for state in (nothing_yet("grid"), old):
+        assert samples_of(state, **GRID, **options) == 12
+
+
+def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
+    space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
+    state = run(nothing_yet("grid"), "a", space=space)
+    assert "num_samples" not in state.settings
+    assert samples_of(state, space=space) == 30
+
+
+def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
+    state = run(nothing_yet("nightly"), "a", samples_per_run=5)
+    same, added = extended(planned(num_samples=3), state, _unexpected)
+    assert (same.num_samples, added) == (3, ())
+
+
+@pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
+def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
+    state = after(nothing_yet("nightly"), [Described(settings=before)])
+    with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
+        extended(planned(samples_per_run=5), state, lambda: "a")
+
+
+@pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "give one of them"), ({}, "found -2")])
+@pytest.mark.usefixtures("prefect_server")
+def test_how_many_there_are_to_be_is_said_once(options: Any, said: str, local_target: LocalTarget) -> None:
+    count = {"samples_per_run": 3} if options else {"samples_per_run": -2}
+    with pytest.raises(pt.InvalidInput, match=said):
+        pt.tune(DIGITS, {"row": 1}, target=local_target, **count, **options)
+    with pytest.raises(pt.InvalidInput, match=said):
+        pt.resume("nightly", target=local_target, **count, **options)
+    assert not Path(local_target.path).exists()
+
+
+# --------------------------------------------------------------------------------------------------- real searches
+
+
+def search(target: LocalTarget, **options: Any) -> pt.Results:
+    common: dict[str, Any] = {
+        "space": {"row": pt.randint(0, ROWS)},
+        "target": target,
+        "experiment": "nightly",
+        "metric": "error",
+        "stop": {"step": 2},
+        "max_concurrent_trials": 1,
+        "isolation": "thread",
+    }
+    return pt.tune(DIGITS, **{**common, **options})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_of_a_grid_alone_trains_each_point_once(local_target: LocalTarget) -> None:
+    results = search(local_target, space={"row": pt.grid_search([3, 1, 2])})
+    assert sorted(map(str, rows(results))) == ["1", "2", "3"]
+    assert len(pt.resume("nightly", target=local_target, stop={"step": 3}).trials) == 3
+    assert len(pt.resume("nightly", target=local_target, num_samples=2).trials) == 6
+
+
+def rows(results: pt.Results) -> Sequence[object]:
+    return [each.config["row"] for each in results.trials.values()]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp_path: Path) -> None:
+    counts = [len(search(local_target, samples_per_run=2).trials) for _ in range(2)]
+    third = pt.resume("nightly", target=local_target, samples_per_run=2)
+    assert [*counts, len(third.trials)] == [2, 4, 6]
+    assert list(third.experiment.extensions.values()) == [2, 2, 2]
+    at_once = search(LocalTarget(path=str(tmp_path / "at-once")), num_samples=6)
+    assert rows(third) == rows(at_once)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_target: LocalTarget) -> None:
+    for samples in (2, 1, 3):
+        search(local_target, samples_per_run=samples, experiment="reported-nightly")
+    with get_client(sync_client=True) as client:
+        only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-reported-nightly"]))
+        (report,) = [str(each.data) for each in client.read_latest_artifacts(artifact_filter=only)]
+    runs = [
+        row.split(" | ")
+        for row in report.partition("## Runs")[2].partition("## ")[0].splitlines()
+        if row.startswith("| ")
+    ]
+    assert [row[-3:-1] for row in runs[2:]] == [["+2", "2"], ["+1", "1"], ["+3", "3"]]
+
+
+class _Dies(Exception):
+    """The error of a flow run before a Retry."""
+
+
+def _is_first_try() -> bool:
+    return (flow_run.run_count or 1) == 1
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_adds_nothing(
+    local_target: LocalTarget,
+) -> None:
+    counts: list[int] = []
+
+    @flow(retries=1)
+    def nightly() -> None:
+        counts.extend(len(search(local_target, samples_per_run=1).trials) for _ in range(2))
+        if _is_first_try():
+            raise _Dies
+
+    nightly()
+    assert counts == [1, 2, 2, 2]
+    assert list(experiment_at(local_target, "nightly").extensions.values()) == [1, 1]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTarget) -> None:
+    assert len(search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
+    assert len(search(local_target, samples_per_run=2).trials) == 5
+    assert sorted(experiment_at(local_target, "nightly").extensions.values()) == [2, 3]
+
+
+@flow
+def _search_run() -> str:
+    return call_path()
+
+
+@flow
+def _weekly() -> list[str]:
+    return [_search_run() for _ in range(2)]
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("prefect_server")
+def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not_change() -> None:
+    tries: list[list[str]] = []
+
+    @flow(retries=1)
+    def yearly() -> str:
+        tries.append([_search_run(), *_weekly()])
+        if _is_first_try():
+            raise _Dies
+        return call_path()
+
+    run = yearly()
+    before, again = tries
+    assert before == again
+    assert len(set(before)) == 3
+    assert str(UUID(run)) == run  # the run has no name of its own: its id names it
+    assert all(each.startswith(f"{run}/") for each in before)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_task_that_calls_the_search_is_tried_again_in_the_same_place() -> None:
+    places: list[str] = []
+
+    @task(retries=1)
+    def calling() -> None:
+        places.append(_search_run())
+        if len(places) == 1:
+            raise _Dies
+
+    @flow
+    def parent() -> None:
+        calling()
+
+    parent()
+    assert places[0] == places[1]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_reads_the_journal_just_before_another_one_adds_to_what_both_have_added(
+    local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search(local_target, samples_per_run=1)
+    read_before = read_known(local_target, "nightly")
+    search(local_target, samples_per_run=1)
+    with monkeypatch.context() as reads:
+        reads.setattr("prefect_tune.tuner.run_search.read_known", lambda *_: read_before)
+        assert len(search(local_target, samples_per_run=1).trials) == 3
+    assert experiment_at(local_target, "nightly").settings["num_samples"] == 3

@@ -1,0 +1,98 @@
+"""*other checkpoint*: a training goes back once to an intact checkpoint, or asks again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.exceptions import Pause
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Answered, Owner
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.suspension.answers import HOW_TO_GO_ON
+from prefect_tune.suspension.resume_forms import form_of_training
+from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.suspend_loop import Turn, first_turn
+from prefect_tune.suspension.training_answers import QUESTION, follow_up
+from prefect_tune.tasks.experiment_state import restore_experiment_state, write_directly
+from tests.flows.interruptions.trouble import Trouble
+from tests.flows.resuming.left_run import LeftRun
+from tests.flows.training import experiment_at
+
+_TRIAL = TrialKey(experiment="troubled", trial="trial")
+_BACK = {"way": "other checkpoint", "checkpoint": 5}
+
+
+@pytest.fixture
+def trained(trouble: Trouble) -> Trouble:
+    """A training of 15 steps, with checkpoints of steps 5, 10 and 15."""
+    trouble.run(steps=15)
+    return trouble
+
+
+def _opened(trained: Trouble) -> Experiment:
+    owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
+    return restore_experiment_state(trained.target, _TRIAL.experiment, owner, new_write_id())
+
+
+def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
+    plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
+    answered = Answered(key="form", answer=_BACK, flow_run="run")
+    choice = ResumeChoice(way="other checkpoint", checkpoint=5)
+    turn = Turn(trained.plan(None), choice=choice, news=(answered,))
+    opened = _opened(trained)
+    back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
+    assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
+    trained.run(steps=20)
+    second = _opened(trained)
+    assert follow_up(plan, second, turn) == ()
+    assert [each.step for each in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
+    assert second.trial("trial").status is Status.COMPLETED
+    assert list(experiment_at(trained.target, "troubled").answers) == [answered]
+
+
+def _blob(target: Path, manifest: Path) -> Path:
+    step, sequence = (int(each) for each in manifest.parent.name.split("-"))
+    key = CheckpointKey(trial=_TRIAL, step=step, sequence=sequence)
+    return target / min(read_manifest(PosixStore(target), key).blob_paths())
+
+
+def _flip(path: Path) -> None:
+    path.chmod(0o644)
+    first, *rest = path.read_bytes()
+    path.write_bytes(bytes([first ^ 1, *rest]))
+
+
+_DAMAGE: dict[str, Callable[[Path, Path], None]] = {
+    "its bytes are altered": lambda target, manifest: _flip(_blob(target, manifest)),
+    "its manifest is gone": lambda _, manifest: manifest.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
+    left_run.ask(form_of_training(Standing(checkpoints=(5, 10, 15)), "How?"), HOW_TO_GO_ON)
+    left_run.resume(_BACK)
+    (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
+    _DAMAGE[damage](Path(trained.target.path), manifest)
+    before = experiment_at(trained.target, "troubled")
+    turns: list[Turn] = []
+
+    def start() -> None:
+        turns.append(first_turn(Turn(trained.plan(None)), QUESTION, last_form()))
+
+    with pytest.raises(Pause):
+        left_run.within(start)
+    assert "Please answer again**: checkpoint: step 5 cannot be used: " in left_run.page()
+    assert experiment_at(trained.target, "troubled") == before
+    left_run.resume({**_BACK, "checkpoint": 10})
+    left_run.within(start)
+    assert [each.choice for each in turns] == [ResumeChoice(way="other checkpoint", checkpoint=10)]

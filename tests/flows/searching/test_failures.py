@@ -1,0 +1,220 @@
+"""Failures of attempts: their cause, the number of retries, and the state that a resume finds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.flows.interruptions.trouble import Trouble
+from tests.trainables.witness import acts_of
+
+# ------------------------------------------------------------------------------------------- causes of failures
+
+
+@pytest.mark.parametrize("place", ["step", "setup", "save"])
+def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: Trouble, place: str) -> None:
+    at = 0 if place == "setup" else 10
+    trouble.config |= {"fails": "raise", "place": place, "at": at, "times": 2}
+    result = trouble.run(failures=FailurePolicy(max_failures=2))
+    assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 20, 3)
+    assert trouble.acts("loaded") == ([] if place == "setup" else [5, 5])
+    assert "the user's own trouble" in trouble.loudly()
+
+
+def test_a_failure_in_load_checkpoint_is_the_users(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "place": "load", "at": 10, "times": 1}
+    trouble.run(steps=10)
+    with pytest.raises(TrialFailed, match="the user's own trouble"):
+        trouble.run(steps=20)
+    assert trouble.run(steps=20).step == 20
+    assert trouble.acts("loaded") == [10, 10]
+
+
+def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 13, "times": 2}
+    with pytest.raises(TrialFailed, match=r"max_failures=1.*the user's own trouble"):
+        trouble.run(failures=FailurePolicy(max_failures=1))
+    assert trouble.trial.status is Status.ERRORED
+    result = trouble.run()
+    assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 20, 3)
+    assert trouble.acts("loaded") == [10, 10]
+
+
+def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 8}
+    with pytest.raises(TrialFailed):
+        trouble.run()
+    assert (trouble.trial.step, trouble.trial.metrics["count"]) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("segfault", "SIGSEGV"),
+        ("exit", "SystemExit: 3"),
+        ("leave", "exited with code 0"),
+    ],
+)
+def test_a_trainable_that_ends_its_own_process_has_failed_by_itself(trouble: Trouble, way: str, said: str) -> None:
+    trouble.config |= {"fails": way, "at": 7, "times": 1}
+    with pytest.raises(TrialFailed, match=said):
+        trouble.run()
+    assert trouble.run().step == 20
+    assert trouble.acts("loaded") == [5]
+
+
+def test_a_segfault_says_where_it_happened(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "segfault", "at": 2}
+    with pytest.raises(TrialFailed, match="SIGSEGV"):
+        trouble.run()
+    assert "_segfault" in trouble.loudly()
+
+
+def test_a_killed_trial_is_the_machines_failure_and_has_a_budget_of_its_own(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "at": 7, "times": 2}
+    result = trouble.run(failures=FailurePolicy(max_failures=0, max_machine_failures=2))
+    assert (result.step, result.attempts) == (20, 3)
+
+
+def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_spent(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "at": 7, "times": 99}
+    with pytest.raises(TrialFailed, match="max_machine_failures"):
+        trouble.run(failures=FailurePolicy(max_failures=99, max_machine_failures=1))
+    assert trouble.trial.attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"not_a_number_at": 7}, r"metrics of step 7: 'loss'.*nan"),
+        ({"fails": "exhaust", "at": 7, "times": 99}, "MemoryError"),
+    ],
+)
+def test_what_another_try_cannot_mend_is_not_tried_again(trouble: Trouble, config: dict[str, Any], said: str) -> None:
+    trouble.config |= config
+    with pytest.raises(TrialFailed, match=said):
+        trouble.run(failures=FailurePolicy(max_failures=5))
+    assert trouble.trial.attempt == 1
+    assert trouble.trial.step == 6
+
+
+# --------------------------------------------------------------------------------------------------- silence
+
+
+def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "hang", "at": 7}
+    result = trouble.run(silence_timeout_seconds=4)
+    assert (result.step, result.attempts) == (20, 2)
+    assert trouble.acts("loaded") == [5]
+    assert "presumed hung" in trouble.loudly()
+
+
+class _SlowStore(PosixStore):
+    def put(self, path: str, data: Buffer) -> None:
+        time.sleep(5)
+        super().put(path, data)
+
+
+class SlowTarget(LocalTarget):
+    """A slow local target."""
+
+    _block_type_slug = "slow-target"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        with super().open(timeout=timeout):
+            yield _SlowStore(Path(self.path))
+
+
+def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Trouble) -> None:
+    trouble.target = SlowTarget(path=trouble.target.path)
+    result = trouble.run(steps=5, silence_timeout_seconds=4)
+    assert (result.step, result.attempts) == (5, 1)
+
+
+# ---------------------------------------------------------------------------------------------- side effects
+
+
+@pytest.mark.deep
+def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
+    trouble.config["prints"] = 500
+    began = time.monotonic()
+    assert trouble.run(steps=10).step == 10
+    assert time.monotonic() - began < 60
+    assert sum("of step 10" in each.getMessage() for each in trouble.said) == 500
+
+
+def test_a_trainable_may_print_what_is_no_text(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:PrintsOddly"
+    assert trouble.run(steps=3).step == 3
+    assert any("said to stderr" in each.getMessage() for each in trouble.said)
+
+
+def test_processes_that_a_trainable_leaves_behind_end_with_it(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:LeavesChildren"
+    trouble.run(steps=3)
+    (child,) = trouble.acts("spawned")
+    time.sleep(0.2)
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_cleanup_is_called_when_a_trial_ends_in_order_and_when_it_raises(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 7}
+    trouble.run(failures=FailurePolicy(max_failures=1))
+    assert trouble.acts("cleanup") == [7, 20]
+
+
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(trouble: Trouble, way: str) -> None:
+    trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
+    assert trouble.run().step == 20
+    assert (trouble.trial.status, trouble.trial.attempt) == (Status.COMPLETED, 1)
+    assert "the trial had finished, and its last checkpoint was committed, when" in trouble.loudly()
+
+
+def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 13}
+    with pytest.raises(TrialFailed, match="the user's own trouble"):
+        trouble.run(isolation="thread")
+    assert trouble.run(isolation="thread").step == 20
+    assert trouble.acts("loaded") == [10]
+    assert {each.pid for each in acts_of(trouble.witness)} == {os.getpid()}
+
+
+# ----------------------------------------------------------------------------------------------- calling again
+
+
+def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trouble) -> None:
+    first = trouble.run()
+    acts = acts_of(trouble.witness)
+    again = trouble.run()
+    assert acts_of(trouble.witness) == acts
+    assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)
+
+
+def test_a_larger_budget_goes_on_where_the_smaller_one_ended(trouble: Trouble) -> None:
+    trouble.run(steps=10)
+    result = trouble.run(steps=20)
+    assert (result.step, result.metrics["count"], result.wasted_steps) == (20, 20, 0)
+    assert trouble.acts("begin") == list(range(1, 21))
+
+
+def test_another_config_under_the_same_name_is_refused(trouble: Trouble) -> None:
+    trouble.run(steps=5)
+    trouble.config["learning_rate"] = 0.1
+    with pytest.raises(InvalidInput, match="another experiment name"):
+        trouble.run(steps=10)
+    assert trouble.trial.step == 5

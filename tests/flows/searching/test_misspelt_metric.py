@@ -1,0 +1,106 @@
+"""A search fails as soon as it is certain that no report has its metric, and continues with the right metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.integrations.optuna import OptunaSearch
+from tests.fakes.searches.failed_searches import results_of_failed
+from tests.trainables.moody import Moody
+
+
+def searched(target: LocalTarget, metric: str, **options: Any) -> pt.Results:
+    common: Mapping[str, Any] = {"experiment": "e", "isolation": "thread", "max_concurrent_trials": 1, "num_samples": 3}
+    space = {"x": pt.uniform(0, 1)}
+    found: pt.Results = pt.tune(Moody, space, target=target, metric=metric, stop={"step": 4}, **{**common, **options})
+    return found
+
+
+def statuses(results: pt.Results) -> list[tuple[str, int, int]]:
+    return [(str(each.status), each.step, each.attempt) for each in results.trials.values()]
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("options", "ended", "continued"),
+    [
+        ({}, ("completed", 4, 1), 1),
+        ({"search": OptunaSearch(sampler="TPESampler")}, ("completed", 4, 1), 1),
+        ({"scheduler": pt.ASHA(max_t=4, grace_period=1, reduction_factor=2)}, ("interrupted", 1, 1), 2),
+        ({"scheduler": pt.PBT(perturbation_interval=2, hyperparam_mutations={"x": pt.uniform(0, 1)})}, None, 2),
+    ],
+    ids=["random", "TPE", "ASHA", "PBT"],
+)
+def test_a_search_with_a_misspelt_metric_fails_at_once_and_continues_with_the_right_one(
+    local_target: LocalTarget, options: Any, ended: tuple[str, int, int] | None, continued: int
+) -> None:
+    with pytest.raises(pt.SearchFailed) as failed:
+        searched(local_target, "los", **options)
+    assert str(failed.value) == (
+        "experiment 'e': expected the metric 'los', found 'loss' in the reports; did you mean 'loss'? Run the search "
+        "again under the same experiment name with metric='loss': completed trials are kept, the others continue from "
+        "their checkpoints"
+    )
+    results = failed.value.results
+    assert isinstance(results, pt.Results)
+    assert statuses(results) == [ended or ("interrupted", 2, 1)]
+    right = searched(local_target, "loss", **options)
+    assert len(right.trials) == 3
+    assert right.trials["00000"].attempt == continued
+    assert right.best.step == 4
+    assert not right.errors
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_that_is_complete_fails_too_until_its_metric_is_right(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # the second run has nothing to train
+        results_of_failed(lambda: searched(local_target, "los", num_samples=1))
+    assert caplog.text.count("trial 00000 begins") == 1
+    assert searched(local_target, "loss", num_samples=1).best.attempt == 1
+
+
+def rarely(config: Mapping[str, Any]) -> None:
+    """Report the metric at the second of three steps."""
+    for step in range(3):
+        pt.report({"loss": config["x"], **({"rare": config["x"]} if step == 1 else {})})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_whose_trials_report_the_metric_rarely_completes(local_target: LocalTarget) -> None:
+    common: Mapping[str, Any] = {"target": local_target, "experiment": "e", "metric": "rare", "isolation": "thread"}
+    for samples in (2, 2, 3):  # the second run has nothing to train
+        found = pt.tune(rarely, {"x": pt.uniform(0, 1)}, num_samples=samples, max_concurrent_trials=1, **common)
+    assert [str(each.status) for each in found.trials.values()] == ["completed"] * 3
+
+
+def skipping(config: Mapping[str, Any]) -> None:
+    """Report another metric for the first point."""
+    pt.report({"accuracy": 0.5} if config["point"] else {"skipped": 1})
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("scheduler", "first"), [(None, "completed"), (pt.ASHA(max_t=4), "errored")], ids=["none", "ASHA"]
+)
+def test_a_search_whose_first_trial_reports_something_else_goes_on(
+    local_target: LocalTarget, scheduler: pt.ASHA | None, first: str
+) -> None:
+    space, common = {"point": pt.grid_search([0, 1, 2])}, {"isolation": "thread", "max_concurrent_trials": 1}
+    asked: Mapping[str, Any] = {"target": local_target, "metric": "accuracy", "scheduler": scheduler, **common}
+    found = pt.tune(skipping, space, experiment="e", num_samples=1, **asked)
+    assert [str(each.status) for each in found.trials.values()] == [first, "completed", "completed"]
+    assert found.best.metrics == {"accuracy": 0.5}
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_trials_that_were_compared_by_a_metric_keep_it(local_target: LocalTarget) -> None:
+    searched(local_target, "loss", num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="metric: experiment 'e' was begun with 'loss'"):
+        searched(local_target, "accuracy", num_samples=1)

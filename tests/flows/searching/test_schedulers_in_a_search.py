@@ -1,0 +1,123 @@
+"""The reaction of a search to its scheduler's decisions and errors; without a server, and without training."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import (
+    CheckpointRef,
+    Committed,
+    Decided,
+    Event,
+    Finished,
+    Paused,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Pause, Scheduler
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.integrations.optuna import OptunaPruner
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from tests.fakes.searches.limits import limits_of
+from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
+
+SCHEDULERS = {
+    "asha stopping": ASHA(max_t=9, variant="stopping"),
+    "asha promotion": ASHA(max_t=9, variant="promotion"),
+    "hyperband": Hyperband(max_t=9),
+    "median": MedianStopping(min_time_slice=2),
+    "pbt": PBT(perturbation_interval=2, hyperparam_mutations={"x": [1.0, 2.0]}),
+    "pruner": OptunaPruner(optuna.pruners.MedianPruner()),
+}
+SAVED = CheckpointRef(step=3, sequence=1, metrics={"loss": 1.0})
+
+
+def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
+    """An experiment with one trial, whose own journal has events of its first attempt that no search has read."""
+    added = TrialAdded(trial="00000", config={"x": 0.5})
+    began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
+    own = JournalKey(experiment=NAME, trial="00000")
+    open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
+    search = open_journal(target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+    return write_directly(target, search, [added.model_copy(update={"apart": True})])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_metric_that_nobody_reports_is_each_trials_error_and_the_search_goes_on(
+    scheduler: Scheduler, local_target: LocalTarget
+) -> None:
+    acted = SimulatedSearch(local_target, samples=3, slots=2, metric="lsos")
+    state = acted.run(scheduler)
+    assert acted.are(state) == ["errored"] * 3
+    assert all("'lsos'" in each.reason for each in state.trials.values())
+    assert acted.are(acted.run(scheduler)) == ["errored"] * 3
+
+
+@pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
+def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, local_target: LocalTarget) -> None:
+    began_elsewhere(
+        local_target,
+        Reported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
+        Paused(trial="00000", reason="expected a number for metric 'loss'"),
+    )
+    acted = SimulatedSearch(local_target, samples=2)
+    assert set(acted.are(acted.run(scheduler))) == {"finished"}
+
+
+PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
+OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger": Hyperband(max_t=27)}
+CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
+
+
+@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 12))])
+@pytest.mark.parametrize(("one", "other"), CHANGES)
+def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
+    one: str, other: str, started: int, local_target: LocalTarget
+) -> None:
+    acted = SimulatedSearch(local_target)
+    before = acted.run(PAUSING[one], until=lambda: acted.executor.start_count >= started and not len(acted.executor))
+    assert "paused" in acted.are(before)
+    after = acted.run(OTHERS[other])
+    assert acted.are(after) == ["finished"] * 9
+    assert acted.run(OTHERS[other]).trials == after.trials
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
+    is_saved: bool,
+    local_target: LocalTarget,
+) -> None:
+    reported = Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
+    committed = [Committed(trial="00000", checkpoint=SAVED)] if is_saved else []
+    pause = Decided(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
+    write_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
+    acted = SimulatedSearch(local_target, StoppableExecutor(9, saved={"00000": SAVED} if is_saved else {}), samples=2)
+    state = acted.run()
+    assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
+
+
+def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
+    began = began_elsewhere(
+        local_target,
+        Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
+        Committed(trial="00000", checkpoint=SAVED),
+        Finished(trial="00000", reason="step 3 of 3"),
+    )
+    assert began.trial("00000").status is Status.PENDING
+    acted = SimulatedSearch(local_target, StoppableExecutor(9, saved={"00000": SAVED}), samples=1)
+    for _ in range(2):
+        state = acted.run(limits=limits_of(1, has_had_enough=lambda trial: trial.step >= 9))
+        assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
+        assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)

@@ -1,0 +1,260 @@
+"""Early ends of a search: by a request from outside, or by its own stoppers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import append
+from prefect_tune.core.journal_events.experiment_events import Cause, StopAsked
+from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
+from prefect_tune.core.models import Stamp
+from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
+from tests.fakes.searches.failed_searches import results_of_failed
+from tests.flows.driver import until
+from tests.flows.training import experiment_at
+from tests.trainables.moody import Moody
+from tests.trainables.witness import acts_of
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+TABLE = "tests.trainables.digits_table:DigitsTable"
+MOODY = "tests.trainables.moody:Moody"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> pt.LocalTarget:
+    return pt.LocalTarget(path=str(tmp_path / "target"))
+
+
+class Slow:
+    """A search of two slow trials, and the steps that they trained."""
+
+    def __init__(self, target: pt.LocalTarget, folder: Path) -> None:
+        self.target = target
+        self.witness = folder / "witness"
+
+    def search(self, *, step_seconds: float = 0.2, **options: Any) -> pt.Results:
+        common: dict[str, Any] = {
+            "space": {"row": pt.grid_search([3, 5]), "witness": str(self.witness), "step_seconds": step_seconds},
+            "target": self.target,
+            "experiment": "e",
+            "metric": "error",
+            "num_samples": 1,
+            "stop": {"step": 20},
+            "max_concurrent_trials": 2,
+            "sync": pt.SyncConfig(sync_period_seconds=0.2),
+        }
+        return pt.tune(TABLE, **{**common, **options})
+
+    def trained(self) -> int:
+        return sum(each.act == "trained" for each in acts_of(self.witness))
+
+    def search_while(self, ask_for_it: Callable[[], StopOutcome]) -> tuple[pt.Results, StopOutcome]:
+        """Search, and call a function as soon as both trials train."""
+        outcomes: list[StopOutcome] = []
+
+        def asking() -> None:
+            until(
+                lambda: len({each.pid for each in acts_of(self.witness)}) == 2, seconds=120, what=lambda: "two trials"
+            )
+            outcomes.append(ask_for_it())
+
+        thread = threading.Thread(target=asking)
+        thread.start()
+        results = self.search()
+        thread.join(120)
+        return results, outcomes[0]
+
+
+@pytest.fixture
+def slow(target: pt.LocalTarget, tmp_path: Path) -> Slow:
+    return Slow(target, tmp_path)
+
+
+def saved_step(results: pt.Results, trial: str) -> int:
+    return results.trials[trial].checkpoints[-1].step
+
+
+def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
+    results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
+    stopped, other = results.trials.values()
+    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.INTERRUPTED, 1, True)
+    assert stopped.reason.endswith(": bad curve")
+    assert 0 < stopped.step == saved_step(results, "00000") < 20
+    assert (other.status, other.step) == (Status.COMPLETED, 20)
+    again = slow.search(step_seconds=0, stop={"step": 22})
+    assert [(each.step, each.attempt) for each in again.trials.values()] == [(stopped.step, 1), (22, 2)]
+    with slow.target.open(timeout=timedelta(seconds=9)) as store:
+        assert read_request(store, "e", 1) is None  # it was collected
+
+
+def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without_loss(slow: Slow) -> None:
+    results, outcome = slow.search_while(lambda: stop("e", target=slow.target, reason="the machine is needed"))
+    assert outcome.status == "stopped"
+    assert outcome.message == "experiment 'e' has ended; 2 of its 2 trials can be resumed"
+    assert results.experiment.ends.endswith(": the machine is needed")
+    assert {each.status for each in results.trials.values()} == {Status.INTERRUPTED}
+    assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
+    resumed = slow.search(step_seconds=0)
+    assert [(each.status, each.step, each.wasted_steps) for each in resumed.trials.values()] == [
+        (Status.COMPLETED, 20, 0)
+    ] * 2
+    assert (slow.trained(), resumed.experiment.ends) == (40, "")
+
+
+def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(slow: Slow) -> None:
+    slow.search(step_seconds=0, stop={"step": 2})
+    trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
+    assert (trial.status, "is completed at step 2" in trial.message) == ("had-ended", True)
+    slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
+    one = stop("e", target=slow.target, trial="00000", wait_seconds=0)
+    whole = stop("e", target=slow.target, wait_seconds=0.3)
+    assert (one.status, whole.status) == ("unanswered", "unanswered")
+    assert "a run that begins later is not stopped by this" in whole.message
+    results = slow.search(step_seconds=0, stop={"step": 27})
+    stopped, other = results.trials.values()
+    assert (stopped.status, stopped.left) == (Status.INTERRUPTED, True)
+    assert stopped.step < 27  # the smallest budget may allow it a step
+    assert (other.status, other.left, other.step) == (Status.COMPLETED, False, 27)
+    assert (len(results.experiment.heard), results.experiment.ends) == (2, "")
+
+
+def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
+    slow.search(step_seconds=0, stop={"step": 2})
+    before = slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
+    _journal(slow.target, before, StopAsked(trial="00001", reason="enough", request="w"))
+    results = slow.search(step_seconds=0, stop={"step": 27})
+    assert results.trials["00001"].reason == "enough"
+    assert results.trials["00001"].step < 27
+
+
+def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopAsked) -> None:
+    with target.open(timeout=timedelta(seconds=9)) as store:
+        append(store, experiment, [event], Stamp(write_id="by-hand", at="now"))
+
+
+def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow: Slow) -> None:
+    slow.search(step_seconds=0, stop={"step": 1})
+    with slow.target.open(timeout=timedelta(seconds=9)) as store:
+        store.create("e/requests/0000000001.json", b"junk")
+        state = experiment_at(slow.target, "e")
+        request = StopRequest(write_id="w", at="now", reason="stop", epoch=state.epoch + 1, trial="unknown")
+        assert ask(store, state, request) == 2
+    results = slow.search(step_seconds=0, stop={"step": 2})
+    assert [each.step for each in results.trials.values()] == [2, 2]
+    assert results.experiment.heard == ("unreadable-1", "w")
+
+
+@pytest.mark.parametrize(
+    ("name", "trial", "said"),
+    [("gone", None, "there is no experiment 'gone'"), ("e", "00009", "there is no trial '00009' among its 2")],
+)
+def test_what_cannot_be_stopped_is_not_asked_for(name: str, trial: str | None, said: str, slow: Slow) -> None:
+    slow.search(step_seconds=0, stop={"step": 1})
+    with pytest.raises(pt.InvalidInput, match=said):
+        stop(name, target=slow.target, trial=trial)
+    assert not (Path(slow.target.path) / name / "requests").exists()
+
+
+def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTarget) -> None:
+    pt.durable_trainable(Moody, {}, target=target, experiment="one", stop={"step": 1})
+    with pytest.raises(pt.InvalidInput, match="is not a search: cancel its flow run"):
+        stop("one", target=target)
+    with pytest.raises(pt.InvalidInput, match="is for a search of many trials"):
+        pt.durable_trainable(Moody, {}, target=target, experiment="two", stop=MaxSteps(1) | MaxFailures(1))
+
+
+# ------------------------------------------------------------------------------------------ its own stoppers
+
+
+def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
+    common: dict[str, Any] = {"target": target, "experiment": "e", "metric": "loss", "max_concurrent_trials": 1}
+    return pt.tune(MOODY, **{**common, **options})
+
+
+def statuses(results: pt.Results) -> list[str]:
+    return [str(each.status) for each in results.trials.values()]
+
+
+def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: pt.LocalTarget) -> None:
+    space = {"fails": pt.grid_search(["raise", "not", "raise", "never", "no"])}
+    failing = moody(target, space=space, num_samples=1, stop=MaxSteps(2) | MaxFailures(2))
+    assert statuses(failing) == ["errored", "completed", "errored"]
+    assert failing.experiment.ends == "2 trials have errored, of MaxFailures(2)"
+    assert failing.experiment.settings["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 2}}]
+    assert statuses(pt.resume("e", target=target)) == ["errored", "completed", "errored"]
+    more = pt.resume("e", target=target, stop={"step": 2, "MaxFailures": {"failures": 3}})
+    assert statuses(more) == ["errored", "completed", "errored", "completed", "completed"]
+
+
+def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.LocalTarget) -> None:
+    budget: dict[str, Any] = {"step": 1, "TrialBudget": {"trials": 3}}
+    first = moody(target, space={"x": pt.uniform(0, 1)}, num_samples=9, stop=budget)
+    assert statuses(first) == statuses(pt.resume("e", target=target)) == ["completed"] * 3
+    more = pt.resume("e", target=target, stop=[MaxSteps(1), TrialBudget(5)])
+    assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("completed", 1)] * 5
+
+
+def test_a_time_budget_is_of_all_runs_together(target: pt.LocalTarget) -> None:
+    space = {"row": pt.grid_search([1, 2, 3, 4]), "step_seconds": 0.1}
+    asked: dict[str, Any] = {"space": space, "num_samples": 1, "target": target, "experiment": "e", "metric": "error"}
+    stopper = MaxSteps(3) | TimeBudget(timedelta(seconds=0.5))
+    results = pt.tune(TABLE, stop=stopper, max_concurrent_trials=1, **asked)
+    assert statuses(results)[:2] == ["completed", "completed"]
+    assert len(results.trials) < 4
+    assert "of 0:00:00.500000" in results.experiment.ends
+    assert statuses(pt.resume("e", target=target)) == statuses(results)
+
+
+def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.LocalTarget) -> None:
+    space = {"x": pt.grid_search([0.0, 5.0, 0.0, 7.0, 8.0])}
+    results = moody(target, space=space, num_samples=1, stop=[{"step": 1}, ExperimentPlateau(top=2, std=0.01)])
+    assert (statuses(results), results.experiment.ends) == (
+        ["completed"] * 3,
+        "loss of the best 2 trials has settled: ± 0",
+    )
+
+
+def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_path: Path) -> None:
+    space = {"fails": pt.grid_search(["raise", "kill"]), "until": str(tmp_path / "killed")}
+    own = moody(target, space=space, num_samples=1, stop={"step": 3}, failures=pt.FailurePolicy(max_failures=2))
+    raised, killed = own.trials.values()
+    assert (raised.status, raised.attempt, raised.user_failures, raised.machine_failures) == (Status.ERRORED, 3, 3, 0)
+    assert "max_failures=2" in raised.reason
+    assert (killed.status, killed.attempt, killed.user_failures) == (Status.COMPLETED, 2, 0)
+
+
+def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
+    policy = pt.FailurePolicy(max_failures=5)
+    missing = results_of_failed(lambda: moody(target, space={"fails": "import"}, num_samples=1, failures=policy))
+    (trial,) = missing.trials.values()
+    assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("stopper", "said"),
+    [
+        ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
+        ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
+        ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive number of seconds"),
+        ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
+        ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
+    ],
+)
+def test_a_stopper_that_is_none_is_said_before_anything_is_written(
+    stopper: Any, said: str, target: pt.LocalTarget
+) -> None:
+    with pytest.raises(pt.InvalidInput, match=said):
+        moody(target, stop=stopper, metric=None)
+    assert not Path(target.path).exists()

@@ -1,0 +1,201 @@
+"""Trainables that cannot be imported: refused before anything is written, or failed by their first attempts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause
+from tests.fakes.searches.far_attempts import FarAttempt
+from tests.fakes.searches.far_searches import FarSearch
+
+_MODELS = """
+import os
+import pathlib
+import prefect_tune as pt
+
+with pathlib.Path({witness!r}).open("a") as witness:
+    print(os.getpid(), file=witness)
+
+class Net(pt.Trainable):
+    def step(self):
+        return {{"loss": 1.0, "done": True}}
+
+    def save_checkpoint(self, checkpoint_dir):
+        pass
+
+class Plain:
+    pass
+
+class tune:  # as that of Ray
+    class Trainable:
+        pass
+
+class OfRay(tune.Trainable):
+    def step(self):
+        return {{"loss": 1.0, "done": True}}
+
+def _made():
+    return lambda config: {{"loss": config["x"]}}
+
+globals()["Dynamic"] = _made()
+size = 3
+"""
+
+
+_LEAVES = """import sys
+sys.exit('no data set')
+
+class Net:
+    pass
+
+def train(config): pass
+"""
+
+
+@pytest.fixture
+def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> Callable[[], set[int]]:
+    """Make `models_here`, `needs_more` and `leaves` importable; return the processes that have imported the first."""
+    assert prefect_server
+    witness, project = tmp_path / "witness", tmp_path / "project"
+    project.mkdir()
+    (project / "models_here.py").write_text(_MODELS.format(witness=str(witness)))
+    (project / "needs_more.py").write_text(f"import not_there\n{_MODELS.format(witness=str(witness))}")
+    (project / "leaves.py").write_text(_LEAVES)
+    monkeypatch.syspath_prepend(str(project))
+    return lambda: {int(line) for line in witness.read_text().split()} if witness.exists() else set()
+
+
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        ("models_here:Nett", r"module 'models_here' \(.*models_here.py\) has no 'Nett'; did you mean 'Net'\?"),
+        ("models_here:Net.Deep", r"has no 'Deep'"),
+        ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, OfRay, Plain"),
+        ("models_here:size", r"trainable 'models_here:size': expected a function of the configuration, .* found int"),
+        ("models_here:Plain", r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train"),
+        ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
+        (
+            "leaves:Net",
+            r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
+        ),
+        (
+            "needs_more:Nett",
+            r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+        ),
+        ("model_here:Net", r"there is no module 'model_here'; did you mean 'models_here'\?"),
+    ],
+)
+@pytest.mark.parametrize("flow", [pt.tune, pt.durable_trainable], ids=["search", "training"])
+def test_what_is_no_trainable_is_refused_before_anything_is_written(
+    importers: Callable[[], set[int]],
+    tmp_path: Path,
+    flow: Callable[..., object],
+    trainable: str,
+    message: str,
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        flow(trainable, {}, target=str(tmp_path / "target"), experiment="e")
+    assert not list(tmp_path.glob("target/**/*.json"))
+    assert os.getpid() not in importers(), "the flow's process has imported it"
+
+
+def test_a_trainable_that_only_the_import_defines_trains(importers: Callable[[], set[int]], tmp_path: Path) -> None:
+    results = pt.tune("models_here:Dynamic", {"x": 1.0}, target=str(tmp_path / "t"), experiment="e", num_samples=1)
+    assert [each.status for each in results.trials.values()] == [Status.COMPLETED]
+    assert os.getpid() not in importers()
+    assert len(importers()) == 2, "one process has checked it, and one has trained it"
+
+
+def test_a_trainable_that_its_source_defines_is_imported_by_its_trial_alone(
+    importers: Callable[[], set[int]], tmp_path: Path
+) -> None:
+    pt.tune("models_here:Net", {}, target=str(tmp_path / "t"), experiment="e", num_samples=1)
+    assert len(importers()) == 1
+
+
+def test_with_threads_it_is_imported_here(importers: Callable[[], set[int]], tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'Net'"):
+        pt.tune("models_here:Nett", {}, target=str(tmp_path / "target"), experiment="e", isolation="thread")
+    assert importers() == {os.getpid()}
+    assert not list(tmp_path.glob("target/**/*.json"))
+
+
+@pytest.mark.usefixtures("importers")
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        (
+            "needs_more:Net",
+            r"ModuleNotFoundError: No module named 'not_there' \(raised in .*needs_more.py, line 1\)",
+        ),
+        ("leaves:train", r"SystemExit: no data set \(raised in .*leaves.py, line 2\)"),
+    ],
+)
+def test_an_import_that_fails_in_the_first_attempts_ends_the_search_which_the_same_name_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trainable: str, message: str
+) -> None:
+    target = str(tmp_path / "target")
+    with pytest.raises(TrialFailed, match=f"nothing was trained.*cannot be imported: {message}"):
+        pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
+    before = pt.load_results(target, "e").trials
+    assert {each.status for each in before.values()} == {Status.INTERRUPTED}
+    assert len(before) <= (os.cpu_count() or 1), "only the first attempts were begun"
+
+    module, _, _ = trainable.partition(":")
+    file = tmp_path / "project" / f"{module}.py"
+    mended = file.read_text().replace("import not_there\n", "").replace("sys.exit('no data set')\n", "")
+    file.write_text(mended.replace("def train(config): pass", "def train(config): return {'loss': config['x']}"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        again = pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
+    assert [each.status for each in again.trials.values()] == [Status.COMPLETED] * 9
+    assert "space" not in caplog.text
+
+
+def test_an_import_that_fails_elsewhere_ends_the_search_and_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
+    target = pt.LocalTarget(path=str(tmp_path))
+    search = FarSearch(target, samples=9)
+    attempts: list[FarAttempt] = []
+
+    def fails() -> None:
+        attempts.append(attempt := FarAttempt(target))
+        attempt.starts()
+        ended = AttemptEnded(trial="00000", cause=Cause.IMPORT, message="No module named 'torch'\nTraceback")
+        attempt.writes(ended)
+        search.machines.end("00000")
+        search.machines.end("00001")
+
+    with pytest.raises(TrialFailed, match=r"nothing was trained, .*trial 00000: No module named 'torch'$"):
+        search.live(lambda: None, fails, *[lambda: None] * 50)
+
+    later = FarSearch(target, samples=9)
+    known = later.live(lambda: None, lambda: None)
+    assert ("00000", 2, None) in later.machines.started
+    assert {each.status for each in known.trials.values()} <= {Status.PENDING, Status.INTERRUPTED, Status.RUNNING}
+
+
+def test_an_import_that_fails_after_a_step_was_trained_costs_its_trial_only(tmp_path: Path) -> None:
+    target = pt.LocalTarget(path=str(tmp_path))
+    search = FarSearch(target, samples=2)
+
+    def trains() -> None:
+        first = FarAttempt(target, "00000")
+        first.starts()
+        first.reports(1)
+
+    def fails() -> None:
+        second = FarAttempt(target, "00001")
+        second.starts()
+        second.writes(AttemptEnded(trial="00001", cause=Cause.IMPORT, message="No module named 'lion'"))
+        search.machines.end("00001")
+
+    known = search.live(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)
+    assert known.trial("00001").status is Status.ERRORED

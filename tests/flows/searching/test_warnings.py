@@ -1,0 +1,188 @@
+"""Warnings and errors of a search that would otherwise complete without a useful result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
+from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
+from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
+from prefect_tune.parameters.search_plan import SearchPlan
+from tests.fakes.searches.experiments import after
+from tests.fakes.searches.failed_searches import results_of_failed
+from tests.trainables.moody import Moody, silent, train
+
+LOG = logging.getLogger("a flow run")
+SPACE: Mapping[str, Any] = {"x": pt.uniform(0, 1)}
+
+
+def planned(trainable: Any = train, **options: Any) -> SearchPlan:
+    return SearchPlan(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
+
+
+def searched(then: SearchPlan, *news: Event) -> Experiment:
+    """An experiment of three trials with this plan."""
+    name = then.trainable.__name__
+    added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
+    return after(nothing_yet("e"), [Described(settings=then.settings), *added, *news])
+
+
+def gave_up(*trials: str) -> list[Event]:
+    return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
+
+
+# ---------------------------------------------------------------------------------------------------- starting
+
+
+def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_limits(planned(stop={"step": 5}).stopper, None, LOG)
+    assert caplog.messages == []
+    warn_of_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
+    (said,) = caplog.messages
+    assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
+
+
+# ---------------------------------------------------------------------------------------------------- resuming
+
+
+def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(planned(), *gave_up("00000", "00002"))
+    say_errored(state, planned(rerun_errored=True), LOG)
+    say_errored(searched(planned()), planned(), LOG)
+    assert caplog.messages == []
+    say_errored(state, planned(), LOG)
+    assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: pass rerun_errored")
+
+
+def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    changed = searched(planned())
+    changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
+    say_code(changed, planned(), CODE_TRAINS, LOG)
+    (said,) = caplog.messages
+    assert said.startswith("the source of the trainable has changed since experiment 'e' last trained (before -> ")
+    assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_changed_code_is_reported_by_the_run_that_trains_with_it(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warnings(code: str, samples: int) -> int:
+        monkeypatch.setattr("prefect_tune.parameters.search_plan.code_of", lambda _trainable: code)
+        caplog.clear()
+        pt.tune(train, SPACE, target=local_target, experiment="e", num_samples=samples, isolation="thread")
+        return caplog.text.count("the source of the trainable has changed since experiment 'e' last trained")
+
+    unused = "this run trained nothing with the new code; to train with it, raise num_samples"
+    assert warnings("before", 1) == 0
+    for _ in range(2):
+        assert warnings("after", 1) == 1
+        assert unused in caplog.text
+    assert warnings("after", 2) == 1
+    assert unused not in caplog.text
+    assert warnings("after", 3) == 0
+
+
+def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    say_code(searched(planned()), planned(silent), CODE_TRAINS, LOG)
+    (said,) = caplog.messages
+    assert said.startswith("the trainable has changed since experiment 'e' last trained (train ")
+    assert " -> silent " in said
+
+
+def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(planned())
+    say_space(state, planned(), LOG)
+    say_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
+    say_space(nothing_yet("e"), planned(), LOG)
+    assert caplog.messages == []
+    other = {"x": pt.uniform(0, 2)}
+    say_space(state, planned(space=other), LOG)
+    say_space(state, planned(space=other, num_samples=4), LOG)
+    said = "the search space has changed; 3 earlier trials were drawn from the old one"
+    assert caplog.messages == [
+        f"{said}, and the search proposes 3 in all: raise num_samples to draw from the new space",
+        said,
+    ]
+
+
+def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    in_code = {"x": pt.sample_from(lambda _config: 1)}
+    say_space(searched(planned(space=in_code)), planned(), LOG)
+    say_space(searched(planned()), planned(space=in_code), LOG)
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
+    broken = results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
+    assert list(broken.errors) == ["00000"]
+    assert "not retried" not in caplog.text
+    results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
+    assert caplog.text.count("1 trial that errored in an earlier run is not retried") == 1
+    results_of_failed(lambda: pt.tune(Moody, {"fails": "not"}, num_samples=1, **common))
+    said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
+    assert said in caplog.text
+    (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert last.startswith("e: 1 errored of 1 after ")
+
+
+# ---------------------------------------------------------------------------------------------------- the space
+
+
+@pytest.mark.parametrize(
+    ("space", "count", "said"),
+    [
+        ({}, None, "all 10 trials train the same configuration. To train it once: num_samples=1. Otherwise: draw"),
+        ({"x": 1}, 3, "all 3 trials train the same configuration. To train it once: num_samples=1. Otherwise: draw"),
+        ({"x": 1}, -1, "all trials train the same configuration"),
+        (
+            {"x": 1, "model": {"depth": (1, 2)}},
+            3,
+            "model/depth=[1, 2] is one value; did you mean pt.choice([1, 2]) or pt.grid_search([1, 2])?",
+        ),
+        ({"x": [1, 2]}, 1, ""),
+        ({"x": [1, 2], "y": pt.uniform(0, 1)}, 3, ""),
+        ({"x": [1, pt.choice([1, 2])]}, 3, ""),
+    ],
+)
+def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
+    space: Mapping[str, object], count: int | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_constants(planned(space=space, num_samples=count), LOG)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_of_constants_says_so_once(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    pt.tune(train, {"x": 1}, target=local_target, experiment="e", num_samples=2, isolation="thread")
+    assert caplog.text.count("the space has no distribution, so all 2 trials train the same configuration") == 1
+
+
+# -------------------------------------------------------------------------------------------------- no checkpoint
+
+
+def unsaved(_config: Mapping[str, Any]) -> None:
+    """Report two steps and save none, until a scheduler has it pause."""
+    for _ in range(2):
+        pt.report({"loss": 1.0})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_trial_that_never_saved_says_that_it_goes_on_from_nothing(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
+    promotes = pt.ASHA(max_t=2, grace_period=1, reduction_factor=2, variant="promotion")
+    pt.tune(unsaved, {}, num_samples=2, scheduler=promotes, max_concurrent_trials=1, **common)
+    said = "no checkpoint was committed: its 1 step is trained again; save, or use ASHA(variant='stopping')"
+    assert said in caplog.text
