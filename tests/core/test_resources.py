@@ -39,7 +39,7 @@ def test_there_are_as_many_slots_as_trials_that_can_train_at_once(
 def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) -> None:
     machine = Machine(cpus, tuple(map(str, gpus)))
     if cpu > cpus or gpu > len(gpus):
-        with pytest.raises(InvalidInput, match="but this machine has"):
+        with pytest.raises(InvalidInput, match="but this process may use"):
             slots_on(machine, Resources(cpu=cpu, gpu=gpu), None)
         return
     slots = slots_on(machine, Resources(cpu=cpu, gpu=gpu), None)

@@ -80,8 +80,9 @@ def _dealt(gpus: Sequence[str], each: float) -> Sequence[tuple[str, ...]]:
 
 
 def _impossible(machine: Machine, needed: Resources) -> str:
-    has = f"{machine.cpu_count} CPUs and {len(machine.gpus)} GPUs"
+    there_are = f"{machine.cpu_count} CPUs and {len(machine.gpus)} GPUs"
     return (
-        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, but this machine has {has}; "
-        "if that is wrong, set resources_total={'cpu': ..., 'gpu': ...}"
+        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, but this process may use "
+        f"{there_are}; if that is wrong, set "
+        "resources_total={'cpu': ..., 'gpu': ...}"
     )

@@ -57,8 +57,8 @@ def _all_errored(results: Results, skipped: int) -> str:
         errored = f"{count} of {count} trials errored: {_counted(causes)}"
     again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
     retried = (
-        f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried: pass rerun_errored=True ({again}) "
-        "to train them again, with the code as it is now"
+        f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried: "
+        f"to retry with the code as it is now, pass rerun_errored=True ({again})"
         if skipped
         else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )

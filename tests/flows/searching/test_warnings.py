@@ -58,7 +58,7 @@ def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest
     say_errored(searched(planned()), planned(), LOG)
     assert caplog.messages == []
     say_errored(state, planned(), LOG)
-    assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: pass rerun_errored")
+    assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
 
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -162,8 +162,8 @@ def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not plan.reruns_errored:
         log.warning(
-            "%s not retried: pass rerun_errored=True (prefect-tune resume … --rerun-errored) to train them again, with "
-            "the code as it is now",
+            "%s not retried: to retry with the code as it is now, pass rerun_errored=True "
+            "(prefect-tune resume … --rerun-errored)",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
         )
 
