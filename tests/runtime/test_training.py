@@ -225,6 +225,23 @@ def test_what_a_trainable_raises_says_whose_fault_it_is(
     assert broke.cause is cause
 
 
+def test_a_traceback_begins_in_the_trainable(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    def divides(_config: Config) -> None:
+        1 / 0  # noqa: B018  the error is the point
+
+    broke = trained(divides)[-1]
+    assert isinstance(broke, Broke)
+    files = re.findall(r'File "(.*)", line', broke.traceback)
+    assert files == [__file__]
+    assert broke.traceback.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    broke = trained(partial(print, file=1))[-1]  # a call that fails in C
+    assert isinstance(broke, Broke)
+    assert "trial_process.py" in broke.traceback
+
+
 def test_a_trial_whose_last_step_said_done_is_not_trained_again(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:

@@ -46,6 +46,7 @@ from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable_class
 
 _MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
+_LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -328,7 +329,15 @@ def _code(trainable: type | TrainFunction) -> str:
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
     message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
-    return Broke(cause=cause, message=message, traceback=traceback.format_exc())
+    return Broke(cause=cause, message=message, traceback=_traceback_of_trainable(error))
+
+
+def _traceback_of_trainable(error: BaseException) -> str:
+    """Return the traceback without the frames that lead to the trainable; all of it if none is the trainable's."""
+    first = error.__traceback__
+    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
 
 
 def text_of(error: BaseException) -> str:
