@@ -9,12 +9,17 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.trust.code_choices import code_choices
+from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
+from prefect_tune.trust.code_choices import DATA_ONLY, code_choices, examined_settings
 
 
 def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[tuple[str, str | None]]:
     return [(each.parameter, each.name) for each in code_choices(settings, learned)]
+
+
+def test_each_setting_of_a_journal_is_examined_or_is_known_to_be_data() -> None:
+    assert DATA_ONLY.isdisjoint(examined_settings())
+    assert {*DATA_ONLY, *examined_settings()} == SearchPlan.model_fields.keys() - OF_THE_RUN
 
 
 def test_a_search_that_is_all_data_chooses_nothing() -> None:

@@ -121,3 +121,32 @@ _FINDERS: Mapping[str, _Finder] = {
     "trial_deployment": _deployment,
     "trial_job_variables": _job_variables,
 }
+DATA_ONLY = frozenset(
+    {
+        "metric",
+        "mode",
+        "num_samples",
+        "search",
+        "scheduler",
+        "seed",
+        "max_concurrent_trials",
+        "resources_per_trial",
+        "checkpoint",
+        "retention",
+        "failures",
+        "fail_fast",
+        "trials",
+        "trial_tags",
+        "concurrency_limits",
+        "isolation",
+        "reuse",
+        "grace_period_seconds",
+        "silence_timeout_seconds",
+    }
+)
+"""The other settings of a journal: none of their values can name code, a file or a command."""
+
+
+def examined_settings() -> Collection[str]:
+    """Return the settings in which `code_choices` looks for code."""
+    return {*_FINDERS, "warm_start"}
