@@ -22,6 +22,7 @@ from prefect_tune.core.html_tables import (
     soft,
 )
 from prefect_tune.core.models import first_line, flat, plural
+from prefect_tune.executors.prestart import prestart_training
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -66,7 +67,9 @@ class TrialResult:
         return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
 
 
-@flow_with_server(name="durable-trainable", persist_result=False, call_context=search_output)
+@flow_with_server(
+    name="durable-trainable", persist_result=False, call_context=search_output, prestart=prestart_training
+)
 def durable_trainable(
     trainable: TrainableField,
     config: dict[str, Any] | None = None,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.form_schema import (
     CallbacksField,
@@ -26,7 +27,7 @@ from prefect_tune.results.results import Results
 __all__ = ["tune"]
 
 
-@flow_with_server(name="tune", persist_result=False, call_context=search_output)
+@flow_with_server(name="tune", persist_result=False, call_context=search_output, prestart=prestart_search)
 def tune(
     trainable: TrainableField,
     space: dict[str, Any] | None = None,

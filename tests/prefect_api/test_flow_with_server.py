@@ -18,15 +18,24 @@ from prefect.settings import get_current_settings
 import prefect_tune as pt
 from tests.fakes.servers.prefect_database import migrated_database
 
+MODULE = """
+import os
+import prefect_tune as pt
+
+with open(os.path.join(os.path.dirname(__file__), "imports"), "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+def train(config):
+    pt.report({"loss": 1.0})
+"""
 SCRIPT = """
 import json, os, sys
 import prefect_tune as pt
 
-def train(config):
-    pt.report({"loss": 1.0})
-
+sys.path.insert(0, sys.argv[1])
 space = {"x": pt.grid_search([1, 2, 3])}
-results = pt.tune(train, space, target=sys.argv[1], experiment="e", metric="loss", num_samples=1)
+target = os.path.join(sys.argv[1], "target")
+results = pt.tune("imported_once:train", space, target=target, experiment="e", metric="loss", num_samples=1)
 print(json.dumps({
     "url": os.environ["PREFECT_API_URL"],
     "whole server loaded here": "prefect.server.api.server" in sys.modules,
@@ -71,8 +80,9 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
 ) -> None:
     database = tmp_path / "prefect.db"
     shutil.copy(migrated_database(pytestconfig), database)
+    (tmp_path / "imported_once.py").write_text(MODULE)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "target")],
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
         env=without_server(tmp_path / "home", database),
         capture_output=True,
         text=True,
@@ -83,6 +93,7 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["statuses"] == ["completed"] * 3
     assert said["whole server loaded here"] is False
+    assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
     assert sorted(name for _, name in trained(database)) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
     assert "telemetry" not in done.stderr
     assert telemetry_sessions(database) == 0

@@ -68,8 +68,11 @@ _WRITE = {
 }
 
 
-def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the arguments of a call as Prefect will; arguments that hold futures or block references are left to it.
+
+    Returns:
+        the arguments that it has checked, by name.
 
     Raises:
         InvalidInput: an argument is unknown, missing, or of a wrong type, with a line for each; or all together
@@ -85,6 +88,7 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
     if wrong := [said for name, value in here.items() if (said := _wrong(flow, name, value))]:
         raise InvalidInput("\n".join(wrong))
     _require_storable(flow, bound, get_current_settings().server.api.max_parameter_size)
+    return here
 
 
 def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes: int) -> None:

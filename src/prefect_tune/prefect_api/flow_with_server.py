@@ -14,13 +14,15 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from prefect import Flow
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+from prefect.task_runners import TaskRunner
 
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
@@ -33,6 +35,8 @@ _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
+"""Starts what a call with these arguments needs, on this task runner; entered for the duration of the call."""
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -40,6 +44,8 @@ class FlowWithServer(Flow[_P, _R]):
 
     call_context: Callable[[str], AbstractContextManager[object]]
     """Entered with the flow's name for the duration of each call, the start of a server included."""
+    prestart: Prestart | None
+    """Called while a server starts, if one does."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Validate the arguments, then run the flow as Prefect does.
@@ -50,13 +56,16 @@ class FlowWithServer(Flow[_P, _R]):
         """
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
-            require_valid(self, args, options)
-            with self.call_context(self.name), ExitStack() as settings:
-                _have_server(settings)
+            arguments = require_valid(self, args, options)
+            with self.call_context(self.name), ExitStack() as resources:
+                _have_server(resources, partial(self._prestarted, arguments))
                 advice = f"{self.name} was interrupted: run it again to continue"
                 return super().__call__(*args, **options)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(*(interrupt.args or (advice,))) from None
+
+    def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
+        return nullcontext() if self.prestart is None else self.prestart(arguments, self.task_runner)
 
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.
@@ -69,34 +78,40 @@ class FlowWithServer(Flow[_P, _R]):
 
 
 def flow_with_server(
-    *, call_context: Callable[[str], AbstractContextManager[object]] = nullcontext, **options: Any
+    *,
+    call_context: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    prestart: Prestart | None = None,
+    **options: Any,
 ) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
     """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`.
 
     Args:
         call_context: see `FlowWithServer`.
+        prestart: see `FlowWithServer`.
         options: of `prefect.flow`.
     """
 
     def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
         flow = FlowWithServer(function, **options)
         flow.call_context = call_context
+        flow.prestart = prestart
         return flow
 
     return made
 
 
-def _have_server(settings: ExitStack) -> None:
+def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
     """Start a server, unless an API is configured, ephemeral servers are off, or Prefect has loaded its own server.
 
     Args:
-        settings: entered for the duration of the flow if it uses a server that this process started.
+        resources: entered for the duration of the flow.
+        prestarted: called once the server's process has started.
     """
     with _guard:
         current = get_current_settings()
         if current.api.url or not current.server.ephemeral.enabled or _SERVER_MODULE in sys.modules:
             if current.api.url in _started_here:
-                settings.enter_context(_without_heartbeats())
+                resources.enter_context(_without_heartbeats())
             return
         server = start_prefect_server(_environment(), services="few")
         get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
@@ -104,12 +119,13 @@ def _have_server(settings: ExitStack) -> None:
         answers = False
         try:
             _set_up(server.url)  # takes about as long as the server's start; early requests wait
-            settings.enter_context(_without_heartbeats())
+            resources.enter_context(_without_heartbeats())
+            resources.enter_context(prestarted())
             _warm_up()
             answers = server.answers()
         finally:
             if not answers:  # Prefect then starts its own server, and reports what is wrong
-                settings.close()
+                resources.close()
                 _set_up(None)
                 server.end()
         if answers:

@@ -60,8 +60,8 @@ from prefect_tune.results.results import Results
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.processes.prestarted_pool import process_pool
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled
 from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
@@ -272,7 +272,7 @@ def _where(plan: SearchPlan) -> str:
 def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
     with (
         ThreadPoolExecutor(slots.count, "run-trial") as threads,
-        TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool,
+        process_pool(get_run_logger(), slots=slots.count, reuse=spec.reuse) as pool,
     ):
         if spec.isolation == "process":
             pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))

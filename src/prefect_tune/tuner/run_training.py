@@ -39,7 +39,7 @@ from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.supervisor.processes.prestarted_pool import process_pool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
@@ -114,7 +114,7 @@ def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
                 journal_writer.write(news)
             return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
 
-    with TrialProcessPool(slots=0) as pool, as_one_owner(turn):
+    with process_pool(get_run_logger(), slots=0) as pool, as_one_owner(turn):
         return interruptible(train, grace=spec.grace)
 
 

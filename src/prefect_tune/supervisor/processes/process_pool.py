@@ -182,6 +182,8 @@ class _Pool:
         if len(kind.trainable) > _LONGEST_PRELOAD:
             return
         with self._guard, suppress(OSError):
+            if any(each[0] == kind for each in self._expected):
+                return
             self._expected.append((kind, pending := self.forks.plain(kind).fork()))
             pending.import_ahead(request, kind.whole_environment)
 
