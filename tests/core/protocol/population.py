@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
+    Status,
     Trial,
     newest_checkpoint,
     newest_key,
@@ -38,6 +39,7 @@ from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.recovery.adopt_saves import adopt
 from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery.stale_reads import current_trial
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, Files, retried
@@ -122,9 +124,12 @@ class Member:
         retried(lambda: clear(self.store, self.key, self.trial, doomed, stamp, side_by_side=map))
 
     def clone(self, source: TrialKey) -> None:
-        """Clone the newest checkpoint of another trial, like the task, and journal the clone, like the supervisor."""
+        """Clone the newest checkpoint of another trial, like the task, and journal the clone, like the supervisor.
+
+        Nothing is cloned if the other trial is completed, and has only the checkpoint of its end.
+        """
         stamp, gone = self.chronicle.stamp(), None
-        while (found := retried(lambda: newest_of(self.store, source, side_by_side=map))) != gone:
+        while (found := self._clonable(source)) is not None and found != gone:
             try:
                 ref = retried(lambda found=found: self._clone(found, stamp))
             except CheckpointNotFound:
@@ -132,7 +137,16 @@ class Member:
             else:
                 self.tell_of(found, ref)
                 return
-        raise AssertionError(f"{found.folder}: is the newest checkpoint, and cannot be cloned")
+        if found is not None:
+            raise AssertionError(f"{found.folder}: is the newest checkpoint, and cannot be cloned")
+
+    def _clonable(self, source: TrialKey) -> CheckpointKey | None:
+        try:
+            return retried(lambda: newest_of(self.store, source, side_by_side=map))
+        except CheckpointNotFound:
+            if retried(lambda: current_trial(self.store, source, side_by_side=map)).status is not Status.COMPLETED:
+                raise
+            return None
 
     def _clone(self, source: CheckpointKey, stamp: Stamp) -> CheckpointRef:
         return clone(self.store, source, self.experiment, self.name, stamp, side_by_side=map)
