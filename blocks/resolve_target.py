@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
@@ -35,10 +36,11 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
     A string is a URI if it has a scheme, as in `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
     `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. So a
     relative path of two parts is written `./runs/first`. A `PathLike` is always a path. Relative paths are resolved
-    against the current working directory.
+    against the current working directory; a run of a deployment refuses them, since its worker chooses that directory.
 
     Raises:
-        InvalidInput: it is none of these, or the block is not saved on the server.
+        InvalidInput: it is none of these, or the block is not saved on the server, or a relative path in a run of a
+            deployment.
         StoreUnavailable: the Prefect server did not answer.
     """
     match _read(value):
@@ -100,7 +102,15 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         return value
     if isinstance(value, os.PathLike):
         path = Path(value)
-        return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
+        is_relative = not path.is_absolute() and not str(path).startswith("~")
+        if is_relative and _is_in_run_of_deployment():
+            raise InvalidInput(
+                f"target {os.fspath(value)!r}: expected an absolute path or a URI in a run of a deployment, found a "
+                f"relative path: it would be below the working directory of this run, {Path.cwd()}, which its worker "
+                "deletes or another run does not have. Nothing was written: pass /absolute/path, a URI such as "
+                "s3://bucket/runs, or the type/name of a saved block"
+            )
+        return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
     if not isinstance(value, str):
         raise InvalidInput(
             f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
@@ -113,6 +123,14 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         return kind._at(value, location)  # noqa: SLF001  as above
     slug = BLOCK_SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
+
+
+def _is_in_run_of_deployment() -> bool:
+    """Whether this code runs in a run of a deployment, or in a flow or task that such a run called."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    # Workers and runners set the variable for the process of a run: a subflow's own run has no deployment.
+    return (run is not None and run.deployment_id is not None) or "PREFECT__FLOW_RUN_ID" in os.environ
 
 
 def _is_target_type(block_type: str, value: str) -> bool:

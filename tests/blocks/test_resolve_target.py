@@ -195,3 +195,16 @@ def test_a_users_own_kind_of_target_is_loaded_like_the_others() -> None:
     assert isinstance(loaded, ShelfTarget)
     assert loaded.check().ok
     assert target_reference(loaded) == "shelf-target/mine"
+
+
+@pytest.mark.parametrize("relative", ["runs", "./runs/first", "../runs", Path("runs"), "."])
+def test_a_run_of_a_deployment_refuses_a_relative_path(
+    relative: str | Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "2b6b9c0e-5a3c-4b0f-9d5e-1f1f5a1b2c3d")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="expected an absolute path or a URI in a run of a deployment"):
+        resolve_target(relative)
+    assert resolve_target(str(tmp_path)) == LocalTarget(path=str(tmp_path))
+    assert resolve_target("~/runs") == LocalTarget(path="~/runs")
+    assert not [*tmp_path.iterdir()]

@@ -87,6 +87,19 @@ def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelle
     assert experiment_at(local_target, "extends").number == state.number
 
 
+def test_a_relative_target_fails_the_run_before_anything_is_written(
+    client: SyncPrefectClient, local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker deletes the working directory of a run at its end, with all checkpoints in it."""
+    (there := tmp_path / "the working directory of a run").mkdir()
+    monkeypatch.chdir(there)
+    name = deployed("tune", "relative", search_at(local_target))
+    state = ended(client, name, begun(client, name, target="./runs"))
+    assert state.is_failed()
+    assert "found a relative path" in str(state.message)
+    assert not [*there.iterdir()]
+
+
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
