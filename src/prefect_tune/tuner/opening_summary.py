@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, named
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.trial_slots import Slots
@@ -25,6 +26,22 @@ def log_opening(plan: SearchPlan, found: Experiment, slots: Slots, where: str, l
     """
     for line in _lines(plan, found, slots, where):
         log.info("%s", visible(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"))
+
+
+def warn_of_takeover(found: Experiment, log: Log) -> None:
+    """Warn that the run that owned the experiment has not ended it: it may be alive, and ends then.
+
+    Args:
+        found: the experiment before this run took it over.
+    """
+    running = sum(each.phase is Phase.RUNNING for each in found.trials.values())
+    if running:
+        log.warning(
+            "takes over from %s, which left %s running: if that run is alive, its next write fails with Superseded, "
+            "and it ends",
+            visible(str(found.owner)),
+            plural(running, "trial", "trials"),
+        )
 
 
 def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Iterator[str]:

@@ -75,7 +75,7 @@ from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
-from prefect_tune.tuner.opening_summary import log_opening
+from prefect_tune.tuner.opening_summary import log_opening, warn_of_takeover
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
@@ -159,6 +159,7 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     if plan.on_code_change == "refuse":
         require_code(known.experiment, plan)
     state = take_over(turn, known)
+    warn_of_takeover(known.experiment, log)
     now, added = samples_per_run.extended(with_seed_of(state, plan), state, call_path)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
