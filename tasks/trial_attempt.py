@@ -134,9 +134,11 @@ def run_attempt(
         start = _begin(plan, request, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
-        commit_worker = CommitWorker(plan, journal_writer, artifacts, log)
         alone = plan.isolation == "thread"
-        with trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel:
+        with (
+            CommitWorker(plan, journal_writer, artifacts, log) as commit_worker,
+            trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel,
+        ):
             outcome = supervise(channel, commit_worker, plan, link)
             ending = events_of(plan.trial.trial, outcome)
             if isinstance(outcome, Done):  # the process exits by itself while its end is journaled

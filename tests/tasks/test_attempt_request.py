@@ -350,3 +350,21 @@ def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
     result = harness.run(AttemptRequest(search_epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state
+
+
+# ------------------------------------------------------------------------------- a process that cannot be started
+
+
+def test_an_attempt_whose_process_cannot_be_started_leaves_no_thread(harness: CommitHarness) -> None:
+    def no_process(*_: object) -> None:
+        raise OSError("cannot fork a trial's process")
+
+    stop = threading.Event()
+    link = SimpleNamespace(stop=stop, wrote=lambda _events, _state: None, process=no_process)
+    harness.link = cast("SearchLink", link)
+    with pytest.raises(OSError, match="cannot fork"):
+        harness.run(attempt_request(1))
+    for thread in threading.enumerate():
+        if thread.name == "commit-worker":
+            thread.join(30)
+            assert not thread.is_alive()
