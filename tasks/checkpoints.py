@@ -18,12 +18,11 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.operations.checkpoint_gc import leftover
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
+from prefect_tune.core.recovery.restore import read_manifest, restore, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.storage_retries import RETRYING, is_away, with_retries
+from prefect_tune.storage_retries import RETRYING, is_away
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
 
@@ -86,30 +85,6 @@ def save_checkpoint(
         done = commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=reverification)
         manifest = done.manifest
         return SavedCheckpoint(key, manifest.size_bytes, len(manifest.files), done.sent_bytes, done.damaged)
-
-
-def find_damaged(
-    target: StorageTarget,
-    keys: Sequence[CheckpointKey],
-    blobs: Mapping[str, str],
-    *,
-    timeout_seconds: float = 120.0,
-) -> Mapping[CheckpointKey, str]:
-    """Return which of the checkpoints refer to one of the damaged `blobs`; see `restore.checkpoints_with`."""
-
-    def look() -> Mapping[CheckpointKey, str]:
-        with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-            return checkpoints_with(store, keys, blobs, side_by_side=transfers)
-
-    return with_retries(look)
-
-
-def find_leftovers(
-    target: StorageTarget, trial: TrialKey, state: Trial, settled_from: int, *, timeout_seconds: float = 120.0
-) -> Sequence[CheckpointKey]:
-    """Return the checkpoints on `target` that are retired or were never committed; see `checkpoint_gc.leftover`."""
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        return leftover(store, trial, state, settled_from)
 
 
 def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:

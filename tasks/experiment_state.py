@@ -34,6 +34,7 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.dead_attempts import settle_dead_attempts
+from prefect_tune.tasks.on_target import on_target
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -217,12 +218,7 @@ def write_directly(
 ) -> Experiment:
     """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
     once = stamp or new_write_id()
-
-    def write() -> Experiment:
-        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
-            return append_entry(store, experiment, events, once)
-
-    return with_retries(write)
+    return on_target(target, lambda store: append_entry(store, experiment, events, once))
 
 
 def experiment_id(target: StorageTarget, experiment: str) -> str | None:
@@ -231,14 +227,13 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
     It is unique: an experiment that was deleted and created again under the same name has another one.
     """
 
-    def look() -> str | None:
-        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
-            try:
-                return digest_of(store.read(journal_key(experiment).entry_path(1)))
-            except ObjectNotFound:
-                return None
+    def look(store: ObjectStore) -> str | None:
+        try:
+            return digest_of(store.read(journal_key(experiment).entry_path(1)))
+        except ObjectNotFound:
+            return None
 
-    return with_retries(look)
+    return on_target(target, look)
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:

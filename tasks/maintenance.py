@@ -27,9 +27,10 @@ from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.storage_retries import RETRYING, with_retries
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.tasks.on_target import on_target
 
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8
@@ -202,51 +203,28 @@ def recall(target: StorageTarget, experiment: str) -> Remembered:
     Raises:
         StoreUnavailable, StoreRefused: the target is unavailable or refuses access.
     """
-
-    def look() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return last_round(store, experiment)
-
-    def look_around() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return Remembered(last_number(store, experiment))
-
     try:
-        return with_retries(look)
+        return on_target(target, lambda store: last_round(store, experiment))
     except (StoreUnavailable, StoreRefused) as error:
         logging.getLogger("prefect_tune").warning("%s: the last round's record cannot be read: %s", experiment, error)
-        return with_retries(look_around)
+        return on_target(target, lambda store: Remembered(last_number(store, experiment)))
 
 
 def is_there(target: StorageTarget, experiment: str) -> bool:
     """Return whether the experiment exists, that is, has a first entry: deletion removes that entry first."""
-
-    def look() -> bool:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return store.size(JournalKey(experiment=experiment).entry_path(1)) is not None
-
-    return with_retries(look)
+    first = JournalKey(experiment=experiment).entry_path(1)
+    return on_target(target, lambda store: store.size(first) is not None)
 
 
 def names_on(target: StorageTarget) -> Sequence[str]:
     """Return the names of the experiments on `target`."""
-
-    def look() -> Sequence[str]:
-        with target.open(timeout=timedelta(minutes=10)) as store:
-            return experiment_names(store)
-
-    return with_retries(look)
+    return on_target(target, experiment_names, timedelta(minutes=10))
 
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
     """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
     stamp = new_write_id()
-
-    def write() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return leave_round(store, experiment, known, stamp, change)
-
-    return with_retries(write)
+    return on_target(target, lambda store: leave_round(store, experiment, known, stamp, change))
 
 
 def _key(state: Experiment, trial: Trial) -> TrialKey:

@@ -20,6 +20,7 @@ from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.parameters.checks.resume_compatibility import require_goes_on
 from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.storage_retries import with_retries
@@ -28,6 +29,7 @@ from prefect_tune.supervisor.journal_writer import Writer
 from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer
 from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.experiment_state import Opening, append_entry, check_target, open_journal
+from prefect_tune.tasks.on_target import on_target
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
 
@@ -86,14 +88,14 @@ def _require_ours(state: Experiment, target: StorageTarget) -> None:
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner) -> None:
-    def look() -> Sequence[Owner]:
-        with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    def look(store: ObjectStore) -> Sequence[Owner]:
+        with transfer_pool() as transfers:
             return earlier_owners(store, state, side_by_side=transfers)
 
     if state.owner is None:
         return
     is_older = state.owner.flow_run == me.flow_run is not None and me.attempt < state.owner.attempt
-    if is_older or any(is_same_writer(each, me) for each in with_retries(look)):
+    if is_older or any(is_same_writer(each, me) for each in on_target(target, look)):
         raise _superseded(state, target)
 
 

@@ -388,7 +388,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(commit_entry, "find_leftovers", refuse)
+    monkeypatch.setattr(commit_entry, "leftover", refuse)
     commit_worker = harness.attempt()
     harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "away"))

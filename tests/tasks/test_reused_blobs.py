@@ -103,7 +103,7 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(commit_entry, "find_damaged", away)
+    monkeypatch.setattr(commit_entry, "on_target", away)
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     assert damaged_steps(harness)[:2] == [1, 2]
     assert 2 + EVERY not in damaged_steps(harness)

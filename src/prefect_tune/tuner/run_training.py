@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.models import first_line, plural
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
@@ -50,6 +49,7 @@ from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
+from prefect_tune.tuner.stopping.stop_handling import Outside
 
 
 def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
@@ -146,7 +146,7 @@ def _driven(
         observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live, shown])
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
-            state = driver.run(_Interruption(stop))
+            state = driver.run(Outside(stop))
         reporter.conclude()  # it draws the last page while the event emitter ends
     return state
 
@@ -162,19 +162,6 @@ class _OneConfig(Proposals):
 
     def recall(self, number: int, config: Mapping[str, object]) -> None:
         del number, config
-
-
-class _Interruption:
-    """The interruption of the process, as the only cause from outside that ends a single training."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self.is_interrupted = stop.is_set
-
-    def take(self) -> Sequence[StopRequest]:
-        return ()
-
-    def journaled(self, count: int) -> None:
-        del count
 
 
 def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:

@@ -243,6 +243,7 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
         ({"sample_rounds": 0}, "sample_rounds: expected more than 0"),
         ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
         ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
+        ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected at most 1e.10, found inf; leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked: dict[str, Any], what: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
@@ -18,20 +18,19 @@ from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
 
-class Outside(Protocol):
-    """Interruptions and stop requests from outside the search."""
+class Outside:
+    """Interruptions of the process, and stop requests; there are no requests for a single training."""
 
-    def is_interrupted(self) -> bool:
-        """Whether the process is to end."""
-        ...
+    def __init__(self, interrupted: threading.Event) -> None:
+        self.is_interrupted = interrupted.is_set
+        """Returns whether the process is to end."""
 
     def take(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
-        ...
+        return ()
 
     def journaled(self, count: int) -> None:
         """Take note that the journal names the first `count` requests."""
-        ...
 
 
 class Stopping:
