@@ -116,7 +116,7 @@ class CommitWorker:
     def save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         """Queue a commit; the worker thread then calls `committed` with its step."""
         self._waiting.append(handed_over.report)
-        self._work.put(lambda: self._save(handed_over, committed))
+        self.save_state(handed_over, committed)
 
     def flush(self) -> None:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""

@@ -60,6 +60,7 @@ from prefect_tune.tasks.experiment_state import (
     write_directly,
     write_entry,
 )
+from prefect_tune.terminal.formatting import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,8 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
             log.error(
-                "step %d was quarantined; the trial resumes from %s: %s", each.checkpoint.step, where, each.reason
+                "step %d was quarantined; the trial resumes from %s: %s",
+                *(each.checkpoint.step, where, visible(each.reason)),
             )
 
 

@@ -16,7 +16,7 @@ from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_entry import delete_retired, find_doomed
-from prefect_tune.tasks.public.ownership import append_beside_others, require_same
+from prefect_tune.tasks.public.ownership import append_beside_others
 from prefect_tune.tasks.trial_attempt import next_start
 
 __all__ = ["begin_attempt", "opening_events", "restarted", "trying_again", "write"]
@@ -43,8 +43,12 @@ def write(
     target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
     """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
-    before = known.trials.get(trial)
-    return append_beside_others(target, known, events, stamp or new_write_id(), require_same(before, trial))
+
+    def require_same(now: Experiment) -> None:
+        if now.trials.get(trial) != known.trials.get(trial):
+            raise SaveOvertaken(f"{now.key}: another task has changed trial {trial!r} meanwhile")
+
+    return append_beside_others(target, known, events, stamp or new_write_id(), require_same)
 
 
 def begin_attempt(target: StorageTarget, state: Experiment, folder: TrialKey, step: int, log: Log) -> Experiment:

@@ -46,6 +46,7 @@ from prefect_tune.suspension.training_answers import QUESTION, code_changed, fol
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
+from prefect_tune.terminal.formatting import visible
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
@@ -76,7 +77,7 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
-        return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
+        return TrialFailed(f"{state.name}: {visible(first_line(trial.reason))}")
     _say_what_is_not_saved(trial)
     return spec, trial
 
@@ -185,7 +186,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
     where = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
     if trial is not None and is_done:
-        log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
+        log.info("%s: finished already, at step %d: %s", where, trial.step, visible(trial.reason))
     elif trial is not None and newest is not None:
         log.info("%s: resumes from step %d, after %s", where, newest.step, plural(trial.attempt, "attempt", "attempts"))
         if changed := code_changed(spec.target, spec.trial, trial, training.options.trainable):

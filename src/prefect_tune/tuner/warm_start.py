@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
 from prefect_tune.core.models import canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.tasks.existing_experiment import read_or_fail
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import no_experiment_at
 from prefect_tune.tasks.on_target import on_target
 from prefect_tune.tasks.trial_attempt import last_report
@@ -61,7 +61,7 @@ def new_lessons(
     found: list[Learned] = []
     if not names:
         return found
-    learned = (known or read_or_fail(target, own)).learned
+    learned = (known or read_known(target, own).experiment).learned
     for name in names:
         if name not in learned:
             place, _, experiment = name.rpartition("/")
@@ -71,7 +71,7 @@ def new_lessons(
                 raise InvalidInput(
                     f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
                 )
-            state = read_or_fail(where, experiment)
+            state = read_known(where, experiment).experiment
             if not state.number:
                 raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
             found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))

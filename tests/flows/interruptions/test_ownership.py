@@ -143,14 +143,6 @@ def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
 
 
 @pytest.mark.deep
-def test_an_owner_that_was_paused_on_an_object_store_commits_and_deletes_nothing(
-    drivers: Drivers, s3_target: StorageTarget, tmp_path: Path
-) -> None:
-    contest = _Contest(drivers, s3_target, tmp_path)
-    _woken_owner_is_harmless(contest, "machine", "during", random.Random("s3"))
-
-
-@pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(20))
 def test_an_owner_that_was_paused_at_any_moment_commits_and_deletes_nothing(contest: _Contest, seed: int) -> None:

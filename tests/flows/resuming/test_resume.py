@@ -18,11 +18,12 @@ from prefect_tune.core.journal_events.experiment_events import Decided, Describe
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
+from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.fakes.servers.processes import free_port
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
-from tests.flows.training import entries_at, experiment_at, owners_at
+from tests.flows.training import entries_at, experiment_at, owners_at, statuses
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.moody import Moody, train
 
@@ -50,22 +51,16 @@ def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGI
     return pt.tune(trainable, **{**common, **options})
 
 
+def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
+    return {path: data for path, data in files_in(target.path).items() if path.startswith(below)}
+
+
 def table(experiment: Experiment) -> Sequence[tuple[object, ...]]:
     return [(each.trial, each.config, str(each.status), each.step) for each in experiment.trials.values()]
 
 
 def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
     return [each.config for each in results.trials.values()]
-
-
-def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
-    root = Path(target.path)
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in files
-        if str(path.relative_to(root)).startswith(below)
-    }
 
 
 # ------------------------------------------------------------------------------------------------------- fork
@@ -208,12 +203,12 @@ def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: P
     space = {"fails": pt.grid_search(["raise", "not", "neither"]), "until": str(tmp_path / "mended")}
     options: dict[str, Any] = {"space": space, "metric": "loss", "num_samples": 1}
     first = results_of_failed(lambda: searched(local_target, trainable=Moody, fail_fast=True, **options))
-    assert [str(each.status) for each in first.trials.values()] == ["errored"]
+    assert statuses(first) == ["errored"]
     (tmp_path / "mended").touch()
     again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
-    assert [str(each.status) for each in again.trials.values()] == ["completed"]
+    assert statuses(again) == ["completed"]
     rest = searched(local_target, trainable=Moody, **options)
-    assert [str(each.status) for each in rest.trials.values()] == ["completed"] * 3
+    assert statuses(rest) == ["completed"] * 3
 
 
 # ----------------------------------------------------------------------------------------------- warm start

@@ -12,6 +12,7 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events.experiment_events import Finished
 from tests.fakes.searches.failed_searches import results_of_failed
+from tests.flows.training import statuses
 from tests.trainables.moody import Moody, differently, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -31,10 +32,6 @@ def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results
         "num_samples": 1,
     }
     return pt.tune(trainable, **{**common, **options})
-
-
-def statuses(results: pt.Results) -> list[str]:
-    return [str(each.status) for each in results.trials.values()]
 
 
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.terminal.formatting import visible
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
@@ -89,17 +90,17 @@ class Stopping:
 
     def _handle(self, asked: StopAsked) -> None:
         if asked.refused:
-            self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
+            self._log.warning("stop request ignored: %s (%s)", asked.refused, visible(asked.reason))
             self._pending_entry.put(asked)
         elif asked.trial is None:
             self._end(asked)
         else:
-            self._log.warning("trial %s saves and ends: %s", asked.trial, asked.reason)
+            self._log.warning("trial %s saves and ends: %s", asked.trial, visible(asked.reason))
             self._pending_entry.put(asked)
             self._stop_trial(asked.trial)
 
     def _end(self, asked: StopAsked) -> None:
-        self._log.warning("%s: every trial saves and ends, and can be resumed", asked.reason)
+        self._log.warning("%s: every trial saves and ends, and can be resumed", visible(asked.reason))
         self._pending_entry.put(asked)
         self.ends = True
 
