@@ -75,7 +75,7 @@ def test_the_log_of_a_question_gives_the_terminal_no_commands(
         monkeypatch.setattr(suspend_loop, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
         monkeypatch.setattr(suspend_loop, way, answers)
         with pytest.raises(Answered):
-            suspend_loop._answers_of_persons(asking, lambda: None)
+            suspend_loop._answers_of_persons(asking, lambda: form_of_question(_ASKED, "e"))
     assert caplog.text.count("\\x1b]0;title\\x07") == 2
     assert "\x1b" not in caplog.text
 
