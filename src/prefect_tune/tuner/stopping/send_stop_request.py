@@ -116,7 +116,8 @@ class _Asking:
             if is_lost(state, request, number):
                 number = self._asked(state, request)
             outcome = self._outcome(state, request)
-            if outcome.status not in ("stopping", "unanswered") or time.monotonic() + pause_seconds > until:
+            may_wait = time.monotonic() + pause_seconds <= until  # never, if the wait is no number
+            if outcome.status not in ("stopping", "unanswered") or not may_wait:
                 return outcome
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
