@@ -27,7 +27,7 @@ from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transf
 from prefect_tune.supervisor.run_identity import new_write_id
 
 _TIMEOUT_SECONDS = 1800.0
-_LOOK = timedelta(seconds=30)
+_TIMEOUT, _OF_A_CLONE, _LOOK = timedelta(seconds=_TIMEOUT_SECONDS), timedelta(minutes=2), timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,6 @@ def clone_checkpoint(
     stamp: Stamp,
     *,
     last_step: int | None = None,
-    timeout_seconds: float = 120.0,
 ) -> ClonedCheckpoint:
     """Clone a checkpoint for `trial`, within an experiment or into another one, without copying its bytes.
 
@@ -125,7 +124,6 @@ def clone_checkpoint(
         into: the state of the journal that holds `trial`, opened by the caller.
         stamp: write id and time of this clone. A try with the same stamp is the same clone.
         last_step: the step with which each trial ends at the latest; None if that is not known.
-        timeout_seconds: limit of each try.
 
     Raises:
         CheckpointNotFound: the source has no checkpoint, or it was deleted.
@@ -133,7 +131,7 @@ def clone_checkpoint(
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_OF_A_CLONE) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
             if isinstance(source, TrialKey):
@@ -158,16 +156,14 @@ def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
 
 
 @task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
-def damage_of_checkpoint(
-    target: StorageTarget, key: CheckpointKey, *, timeout_seconds: float = _TIMEOUT_SECONDS
-) -> str:
+def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
     """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
 
     Raises:
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         try:
             verify(store, read_manifest(store, key), side_by_side=transfers)
         except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:

@@ -16,8 +16,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Decided, Described
 from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.maintenance.delete_experiment import delete_experiment
 from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.fakes.servers.processes import free_port
@@ -361,10 +361,10 @@ def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget
     before = objects(local_target, "old/trials/00000/checkpoints")
     pt.resume("old", target=local_target, fork="new", num_samples=2)
     with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
-        remove_experiment.fn(local_target, Removal(experiment="old"))
-    assert remove_experiment.fn(local_target, Removal(experiment="new")) > 0
+        delete_experiment("old", target=local_target)
+    assert delete_experiment("new", target=local_target) > 0
     assert not objects(local_target, "new")
     assert objects(local_target, "old/trials/00000/checkpoints") == before
     assert len(searched(local_target, num_samples=2).trials) == 2
-    assert remove_experiment.fn(local_target, Removal(experiment="old")) > 0
+    assert delete_experiment("old", target=local_target) > 0
     assert not objects(local_target, "old")
