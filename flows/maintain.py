@@ -10,20 +10,14 @@ from typing import Literal
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.core.errors import (
-    DamageFound,
-    InvalidInput,
-)
+from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.maintenance.report import MaintenanceReport, show_report
 from prefect_tune.maintenance.runner import ExperimentMaintenance, MaintenanceOptions, maintain_experiments
+from prefect_tune.parameters.search_plan import MOST_SECONDS
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.tasks.maintenance import (
-    Sample,
-    names_on,
-    recall,
-)
+from prefect_tune.tasks.maintenance import Sample, names_on, recall
 
 __all__ = ["maintain"]
 
@@ -114,6 +108,11 @@ def _require_possible(sample_rounds: int, max_verify_bytes: int | None, time_bud
     for name, value in given.items():
         if value is not None and not value > 0:
             raise InvalidInput(f"{name}: expected more than 0, found {value}; nothing was begun")
+    if time_budget_seconds is not None and time_budget_seconds > MOST_SECONDS:
+        raise InvalidInput(
+            f"time_budget_seconds: expected at most {MOST_SECONDS:g}, found {time_budget_seconds:g}; leave it out for "
+            "no limit. Nothing was begun"
+        )
 
 
 def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:

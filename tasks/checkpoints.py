@@ -18,17 +18,16 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.operations.checkpoint_gc import leftover
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
+from prefect_tune.core.recovery.restore import read_manifest, restore, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.storage_retries import RETRYING, is_away, with_retries
+from prefect_tune.storage_retries import RETRYING, is_away
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
 
 _TIMEOUT_SECONDS = 1800.0
-_LOOK = timedelta(seconds=30)
+_TIMEOUT, _OF_A_CLONE, _LOOK = timedelta(seconds=_TIMEOUT_SECONDS), timedelta(minutes=2), timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +87,6 @@ def save_checkpoint(
         return SavedCheckpoint(key, manifest.size_bytes, len(manifest.files), done.sent_bytes, done.damaged)
 
 
-def find_damaged(
-    target: StorageTarget,
-    keys: Sequence[CheckpointKey],
-    blobs: Mapping[str, str],
-    *,
-    timeout_seconds: float = 120.0,
-) -> Mapping[CheckpointKey, str]:
-    """Return which of the checkpoints refer to one of the damaged `blobs`; see `restore.checkpoints_with`."""
-
-    def look() -> Mapping[CheckpointKey, str]:
-        with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-            return checkpoints_with(store, keys, blobs, side_by_side=transfers)
-
-    return with_retries(look)
-
-
-def find_leftovers(
-    target: StorageTarget, trial: TrialKey, state: Trial, settled_from: int, *, timeout_seconds: float = 120.0
-) -> Sequence[CheckpointKey]:
-    """Return the checkpoints on `target` that are retired or were never committed; see `checkpoint_gc.leftover`."""
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        return leftover(store, trial, state, settled_from)
-
-
 def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:
     """Return the parent's manifest; None if it is damaged, so that every byte is sent and none depends on it."""
     try:
@@ -137,7 +112,6 @@ def clone_checkpoint(
     stamp: Stamp,
     *,
     last_step: int | None = None,
-    timeout_seconds: float = 120.0,
 ) -> ClonedCheckpoint:
     """Clone a checkpoint for `trial`, within an experiment or into another one, without copying its bytes.
 
@@ -150,7 +124,6 @@ def clone_checkpoint(
         into: the state of the journal that holds `trial`, opened by the caller.
         stamp: write id and time of this clone. A try with the same stamp is the same clone.
         last_step: the step with which each trial ends at the latest; None if that is not known.
-        timeout_seconds: limit of each try.
 
     Raises:
         CheckpointNotFound: the source has no checkpoint, or it was deleted.
@@ -158,7 +131,7 @@ def clone_checkpoint(
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_OF_A_CLONE) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
             if isinstance(source, TrialKey):
@@ -183,16 +156,14 @@ def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
 
 
 @task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
-def damage_of_checkpoint(
-    target: StorageTarget, key: CheckpointKey, *, timeout_seconds: float = _TIMEOUT_SECONDS
-) -> str:
+def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
     """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
 
     Raises:
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         try:
             verify(store, read_manifest(store, key), side_by_side=transfers)
         except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:

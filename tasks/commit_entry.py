@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.manifest import About
@@ -13,9 +14,16 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_a
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Committed, Quarantined
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
+from prefect_tune.core.operations.checkpoint_gc import leftover
+from prefect_tune.core.recovery.restore import checkpoints_with
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.tasks.checkpoints import SavedCheckpoint, find_damaged, find_leftovers
+from prefect_tune.tasks.checkpoints import SavedCheckpoint
+from prefect_tune.tasks.on_target import on_target
+
+_LOOK = timedelta(minutes=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,13 @@ def _sharing_damage(
     """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
     if not saved.damaged:
         return []
+
+    def look(store: ObjectStore) -> Mapping[CheckpointKey, str]:
+        with transfer_pool() as transfers:
+            return checkpoints_with(store, live, saved.damaged, side_by_side=transfers)
+
     try:
-        found = find_damaged(target, live, saved.damaged)
+        found = on_target(target, look)
     except TuneError as error:  # the new checkpoint is whole, and is committed
         log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
         return []
@@ -125,7 +138,8 @@ def log_commit(saved: SavedCheckpoint, log: Log) -> None:
 def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:
     """Return what an earlier owner retired and did not delete; nothing, with a warning, if the target fails now."""
     try:
-        return find_leftovers(target, folder, experiment.trial(folder.trial), experiment.settled_from)
+        with target.open(timeout=_LOOK) as store:
+            return leftover(store, folder, experiment.trial(folder.trial), experiment.settled_from)
     except TuneError as error:
         log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
         return ()

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.checkpoints.manifest import About
@@ -72,7 +73,8 @@ class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
     The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
-    of the task that created the worker, so that Prefect shows its task runs under that task.
+    of the task that created the worker, so that Prefect shows its task runs under that task. At the end of a `with`
+    block, the thread ends after the queued work, whether or not `close` was called.
     """
 
     def __init__(self, plan: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, log: Log) -> None:
@@ -96,6 +98,12 @@ class CommitWorker:
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+
     @property
     def experiment(self) -> Experiment:
         """The experiment after the last entry that was written. Read it after `close`."""
@@ -108,7 +116,7 @@ class CommitWorker:
     def save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         """Queue a commit; the worker thread then calls `committed` with its step."""
         self._waiting.append(handed_over.report)
-        self._work.put(lambda: self._save(handed_over, committed))
+        self.save_state(handed_over, committed)
 
     def flush(self) -> None:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""

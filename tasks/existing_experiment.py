@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, TuneError, UnknownVersion
-from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.resume_mode import Resuming
 from prefect_tune.tasks.experiment_state import no_experiment_at, read_journal
@@ -38,11 +37,6 @@ def require_presence(
             "resume='never' (or False) requires a new one: use another name; no experiment is ever overwritten"
         )
     return known
-
-
-def read_or_fail(target: StorageTarget, experiment: str) -> Experiment:
-    """Return the state of `experiment` without opening it. Raises what `read_known` raises."""
-    return read_known(target, experiment).experiment
 
 
 def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:

@@ -34,19 +34,20 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import EntryListener
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.dead_attempts import settle_dead_attempts
+from prefect_tune.tasks.on_target import on_target
 
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT = timedelta(minutes=2)
 
 
 @task(name="check-target", task_run_name="check {target.uri}", **CHECKING)
-def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> TargetCheck:
+def check_target(target: StorageTarget) -> TargetCheck:
     """Test by writing and reading whether `target` can store checkpoints safely; an error says why not, in one line.
 
     Raises:
         StoreRefused: it cannot, or not with this configuration.
         StoreUnavailable: it did not answer, and all retries failed.
     """
-    found = target.check(timeout=timedelta(seconds=timeout_seconds))
+    found = target.check(timeout=timedelta(seconds=30))
     if found.may_pass:
         raise StoreUnavailable(found.message)
     if not found.ok:
@@ -57,14 +58,12 @@ def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> Tar
 
 
 @task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
-def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read of the journal
+def restore_experiment_state(
     target: StorageTarget,
     experiment: str,
     owner: Owner,
     stamp: Stamp,
     known: LoadedJournal | None = None,
-    *,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
     """Open `experiment` for `owner` and return its state; from now on every earlier owner's writes fail.
 
@@ -77,7 +76,6 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read o
         owner: the flow run and process that open it, named in messages of superseded owners.
         stamp: write id and time of the entry that records the opening.
         known: the experiment, if the caller has just read it; saves a second read.
-        timeout_seconds: limit of each try.
 
     Raises:
         ResumeFailed: it exists and its journal is damaged or of an unknown version. Nothing was started.
@@ -85,7 +83,7 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read o
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
 
 
@@ -156,8 +154,7 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     def open_it() -> Experiment:
         # `known` holds for the first try only: that try may have written an entry and lost the reply.
         this_time = next(tries, replace(opening, known=None))
-        timeout = timedelta(seconds=_TIMEOUT_SECONDS)
-        with target.open(timeout=timeout) as store, transfer_pool() as transfers:
+        with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             return _opened(store, key, target, this_time, transfers)
 
     return with_retries(open_it)
@@ -174,8 +171,6 @@ def sync_experiment_state(
     experiment: Experiment,
     events: Sequence[Event],
     stamp: Stamp,
-    *,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment` and return the state after it.
 
@@ -186,13 +181,12 @@ def sync_experiment_state(
         experiment: the state after the previous entry.
         events: the events of the entry, in order.
         stamp: write id and time of the entry. A try with the same write id is the same entry.
-        timeout_seconds: limit of each try.
 
     Raises:
         Superseded: another process owns the experiment now.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+    with target.open(timeout=_TIMEOUT) as store:
         return append_entry(store, experiment, events, stamp)
 
 
@@ -217,12 +211,7 @@ def write_directly(
 ) -> Experiment:
     """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
     once = stamp or new_write_id()
-
-    def write() -> Experiment:
-        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
-            return append_entry(store, experiment, events, once)
-
-    return with_retries(write)
+    return on_target(target, lambda store: append_entry(store, experiment, events, once))
 
 
 def experiment_id(target: StorageTarget, experiment: str) -> str | None:
@@ -231,28 +220,27 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
     It is unique: an experiment that was deleted and created again under the same name has another one.
     """
 
-    def look() -> str | None:
-        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
-            try:
-                return digest_of(store.read(journal_key(experiment).entry_path(1)))
-            except ObjectNotFound:
-                return None
+    def look(store: ObjectStore) -> str | None:
+        try:
+            return digest_of(store.read(journal_key(experiment).entry_path(1)))
+        except ObjectNotFound:
+            return None
 
-    return with_retries(look)
+    return on_target(target, look)
 
 
-def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:
+def read_experiment(target: StorageTarget, experiment: str) -> Experiment:
     """Return the state of `experiment` without opening it, for read-only use."""
-    return read_journal(target, experiment, timeout_seconds=timeout_seconds).experiment
+    return read_journal(target, experiment).experiment
 
 
-def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> LoadedJournal:
+def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
     """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         return read(store, experiment, side_by_side=transfers)
 
 
-def no_experiment_at(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+def no_experiment_at(target: StorageTarget, experiment: str) -> str:
     """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+    with target.open(timeout=_TIMEOUT) as store:
         return no_experiment(store, experiment, target.uri)

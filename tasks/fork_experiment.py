@@ -50,7 +50,7 @@ class ForkRequest:
 
 
 @task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
-def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seconds: float = 600.0) -> Experiment:
+def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another one on the same target. Idempotent.
 
     The origin may be running. No checkpoint is copied; the origin keeps the bytes that the fork refers to.
@@ -62,7 +62,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seco
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=timedelta(minutes=10)) as store, transfer_pool() as transfers:
         try:
             return _forked(store, target, request, transfers)
         except (JournalCorrupt, UnknownVersion, StoreRefused) as error:

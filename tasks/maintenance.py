@@ -27,11 +27,12 @@ from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.storage_retries import RETRYING, with_retries
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.tasks.on_target import on_target
 
-_TIMEOUT_SECONDS = 1800.0
+_TIMEOUT = timedelta(minutes=30)
 _SHARE_FOR_BEGINNING = 0.8
 """The share of a try's timeout after which it starts no further item; the rest is for the item under way."""
 _Result = TypeVar("_Result")
@@ -71,8 +72,6 @@ def verify_checkpoints(
     target: StorageTarget,
     experiment: str,
     sample: Sample,
-    *,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Inspection:
     """Read the sampled live checkpoints of `experiment` and check every byte; write nothing. See `scrub`.
 
@@ -80,8 +79,8 @@ def verify_checkpoints(
         JournalCorrupt, UnknownVersion: the journal cannot be read.
         StoreUnavailable: all retries failed.
     """
-    limits = ScrubLimits(sample.share, sample.max_bytes, _has_time(sample.until, timeout_seconds))
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    limits = ScrubLimits(sample.share, sample.max_bytes, _has_time(sample.until))
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         return inspect(store, state, sample.begins_at, limits, side_by_side=transfers)
 
@@ -91,8 +90,6 @@ def quarantine_checkpoints(
     target: StorageTarget,
     experiment: str,
     damaged: Mapping[CheckpointKey, str],
-    *,
-    timeout_seconds: float = 120.0,
 ) -> Sequence[CheckpointKey]:
     """Quarantine damaged checkpoints, also while another process owns the journal; return those now quarantined.
 
@@ -101,7 +98,7 @@ def quarantine_checkpoints(
     by_trial: dict[TrialKey, dict[CheckpointKey, str]] = {}
     for key, reason in damaged.items():
         by_trial.setdefault(key.trial, {})[key] = reason
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=timedelta(minutes=2)) as store, transfer_pool() as transfers:
 
         def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
             return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
@@ -117,14 +114,13 @@ def prune_checkpoints(
     policy: Retention,
     *,
     dry_run: bool = False,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> PrunedTrials:
     """Retire the checkpoints of a finished experiment that `policy` does not keep; a dry run only counts them.
 
     Nothing is retired while any trial has not ended, nothing of the best trial, and not the best checkpoint of all.
     `collect_garbage` deletes the retired checkpoints. Raises as `quarantine_checkpoints`.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
@@ -149,19 +145,17 @@ def collect_garbage(
     *,
     dry_run: bool = False,
     until: datetime | None = None,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> CollectedTrials:
     """Delete the objects of an experiment that nothing refers to, and return them by trial; see `trial_gc`.
 
     Args:
         dry_run: only list them; delete and write nothing.
         until: the time after which no further trial is started.
-        timeout_seconds: limit of each try.
 
     Raises as `quarantine_checkpoints`.
     """
-    has_time = _has_time(until, timeout_seconds)
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    has_time = _has_time(until)
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         keys = [_key(state, trial) for trial in state.trials.values()]
 
@@ -202,58 +196,35 @@ def recall(target: StorageTarget, experiment: str) -> Remembered:
     Raises:
         StoreUnavailable, StoreRefused: the target is unavailable or refuses access.
     """
-
-    def look() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return last_round(store, experiment)
-
-    def look_around() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return Remembered(last_number(store, experiment))
-
     try:
-        return with_retries(look)
+        return on_target(target, lambda store: last_round(store, experiment))
     except (StoreUnavailable, StoreRefused) as error:
         logging.getLogger("prefect_tune").warning("%s: the last round's record cannot be read: %s", experiment, error)
-        return with_retries(look_around)
+        return on_target(target, lambda store: Remembered(last_number(store, experiment)))
 
 
 def is_there(target: StorageTarget, experiment: str) -> bool:
     """Return whether the experiment exists, that is, has a first entry: deletion removes that entry first."""
-
-    def look() -> bool:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return store.size(JournalKey(experiment=experiment).entry_path(1)) is not None
-
-    return with_retries(look)
+    first = JournalKey(experiment=experiment).entry_path(1)
+    return on_target(target, lambda store: store.size(first) is not None)
 
 
 def names_on(target: StorageTarget) -> Sequence[str]:
     """Return the names of the experiments on `target`."""
-
-    def look() -> Sequence[str]:
-        with target.open(timeout=timedelta(minutes=10)) as store:
-            return experiment_names(store)
-
-    return with_retries(look)
+    return on_target(target, experiment_names, timedelta(minutes=10))
 
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
     """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
     stamp = new_write_id()
-
-    def write() -> Remembered:
-        with target.open(timeout=timedelta(minutes=2)) as store:
-            return leave_round(store, experiment, known, stamp, change)
-
-    return with_retries(write)
+    return on_target(target, lambda store: leave_round(store, experiment, known, stamp, change))
 
 
 def _key(state: Experiment, trial: Trial) -> TrialKey:
     return TrialKey(experiment=state.name, trial=trial.trial)
 
 
-def _has_time(until: datetime | None, timeout_seconds: float) -> Callable[[], bool]:
+def _has_time(until: datetime | None) -> Callable[[], bool]:
     """Return a check whether another item may start: `until` is not reached, nor 80 % of this try's timeout."""
-    latest = datetime.now(UTC) + timedelta(seconds=_SHARE_FOR_BEGINNING * timeout_seconds)
+    latest = datetime.now(UTC) + _SHARE_FOR_BEGINNING * _TIMEOUT
     return lambda: datetime.now(UTC) < (latest if until is None else min(latest, until))

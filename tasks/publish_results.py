@@ -24,7 +24,7 @@ from prefect_tune.stores.local.staging import transfer_pool
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_TIMEOUT_SECONDS = 300.0
+_TIMEOUT = timedelta(minutes=5)
 
 
 @task(name="publish-results", task_run_name="publish results {experiment.name}", **RETRYING)
@@ -33,8 +33,6 @@ def publish_results(
     experiment: Experiment,
     objective: Objective | None = None,
     curves: Curves | None = None,
-    *,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Mapping[Rows, str]:
     """Write the experiment's trials and reports as Parquet files on `target`, and return their paths.
 
@@ -46,7 +44,7 @@ def publish_results(
     Raises:
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+    with target.open(timeout=_TIMEOUT) as store:
         read = curves or read_curves(store, experiment)
         tables: Mapping[Rows, Callable[[], pa.Table]] = {
             "trials": lambda: trials_as_arrow(experiment),

@@ -60,6 +60,7 @@ from prefect_tune.tasks.experiment_state import (
     write_directly,
     write_entry,
 )
+from prefect_tune.terminal.formatting import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,11 @@ def run_attempt(
         start = _begin(plan, request, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
-        commit_worker = CommitWorker(plan, journal_writer, artifacts, log)
         alone = plan.isolation == "thread"
-        with trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel:
+        with (
+            CommitWorker(plan, journal_writer, artifacts, log) as commit_worker,
+            trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel,
+        ):
             outcome = supervise(channel, commit_worker, plan, link)
             ending = events_of(plan.trial.trial, outcome)
             if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
@@ -310,7 +313,8 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
             log.error(
-                "step %d was quarantined; the trial resumes from %s: %s", each.checkpoint.step, where, each.reason
+                "step %d was quarantined; the trial resumes from %s: %s",
+                *(each.checkpoint.step, where, visible(each.reason)),
             )
 
 
@@ -328,16 +332,9 @@ def _begin(
     plan: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
 ) -> Start:
     trial = journal_writer.experiment.trial(plan.trial.trial)
-    from_ref = newest_checkpoint(trial)
-    reports = curve_up_to(plan, from_ref)
+    reports = curve_up_to(plan, newest_checkpoint(trial))
     if trial.phase is not Phase.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
-        started = Started(
-            trial=trial.trial,
-            attempt=trial.attempt + 1,
-            from_step=from_ref.step if from_ref else 0,
-            from_sequence=from_ref.sequence if from_ref else None,
-        )
-        trial = journal_writer.write([started]).trial(plan.trial.trial)
+        trial = journal_writer.write([next_start(trial)]).trial(plan.trial.trial)
     return Start(
         experiment=plan.trial.experiment,
         trial=trial.trial,
@@ -361,6 +358,22 @@ def _begin(
     )
 
 
+def next_start(trial: Trial) -> Started:
+    """Return the event with which the next attempt of `trial` begins, at its newest checkpoint."""
+    newest = newest_checkpoint(trial)
+    return Started(
+        trial=trial.trial,
+        attempt=trial.attempt + 1,
+        from_step=newest.step if newest else 0,
+        from_sequence=newest.sequence if newest else None,
+    )
+
+
+def last_report(trial: Trial) -> StepReport:
+    """Return the newest report of a trial that the journal holds."""
+    return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+
+
 def curve_up_to(plan: TrialSpec, start: CheckpointRef | None) -> Sequence[StepReport]:
     """Return the valid reports up to `start`; the last one only, without reading the journal, if that is enough."""
     if start is None:
@@ -377,6 +390,6 @@ def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
     if trial.returned or trial.left or trial.metrics.get("done") is True:
         return True
-    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    last = last_report(trial)
     curve = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
     return bool(curve) and stopper.why_stop(curve) is not None

@@ -8,7 +8,7 @@ from typing import TypeVar
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import SaveOvertaken, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import TrialKey
@@ -16,7 +16,8 @@ from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_entry import delete_retired, find_doomed
-from prefect_tune.tasks.public.ownership import append_beside_others, require_same
+from prefect_tune.tasks.public.ownership import append_beside_others
+from prefect_tune.tasks.trial_attempt import next_start
 
 __all__ = ["begin_attempt", "opening_events", "restarted", "trying_again", "write"]
 
@@ -42,8 +43,12 @@ def write(
     target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
     """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
-    before = known.trials.get(trial)
-    return append_beside_others(target, known, events, stamp or new_write_id(), require_same(before, trial))
+
+    def require_same(now: Experiment) -> None:
+        if now.trials.get(trial) != known.trials.get(trial):
+            raise SaveOvertaken(f"{now.key}: another task has changed trial {trial!r} meanwhile")
+
+    return append_beside_others(target, known, events, stamp or new_write_id(), require_same)
 
 
 def begin_attempt(target: StorageTarget, state: Experiment, folder: TrialKey, step: int, log: Log) -> Experiment:
@@ -66,7 +71,7 @@ def opening_events(
     """Return the events after which the trial runs and may report `step`; none if it may already."""
     if trial is None:
         return [TrialAdded(trial=name, config=config or {}), Started(trial=name, attempt=1, from_step=0)]
-    started = _next_start(trial)
+    started = next_start(trial)
     if trial.phase is Phase.RUNNING:
         why = f"step {step} is trained again, after step {started.from_step}"
         return [] if step >= trial.step else restarted(trial, why)
@@ -77,14 +82,4 @@ def opening_events(
 
 def restarted(trial: Trial, why: str) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
-    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), _next_start(trial)]
-
-
-def _next_start(trial: Trial) -> Started:
-    newest = newest_checkpoint(trial)
-    return Started(
-        trial=trial.trial,
-        attempt=trial.attempt + 1,
-        from_step=newest.step if newest else 0,
-        from_sequence=newest.sequence if newest else None,
-    )
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial)]

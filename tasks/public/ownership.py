@@ -13,21 +13,22 @@ from contextlib import suppress
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import InvalidInput, SaveOvertaken, StoreUnavailable, Superseded
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.earlier_owners import earlier_owners
 from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.parameters.checks.resume_compatibility import require_goes_on
-from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
+from prefect_tune.parameters.checks.target_requirements import require_one_runner
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import Writer
 from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer
 from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.experiment_state import Opening, append_entry, check_target, open_journal
+from prefect_tune.tasks.on_target import on_target
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
 
@@ -65,8 +66,8 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
 
 
 def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experiment:
-    if not check_target.fn(target).conditional_create and (runner := runner_elsewhere()) is not None:
-        require_one_runner(target.uri, exploiting="", elsewhere=f"task runner: {type(runner).__name__}")
+    if not check_target.fn(target).conditional_create:
+        require_one_runner(target.uri)
 
     def also(found: Experiment) -> Sequence[Event]:
         if is_same_writer(found.owner, me):
@@ -86,14 +87,14 @@ def _require_ours(state: Experiment, target: StorageTarget) -> None:
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner) -> None:
-    def look() -> Sequence[Owner]:
-        with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    def look(store: ObjectStore) -> Sequence[Owner]:
+        with transfer_pool() as transfers:
             return earlier_owners(store, state, side_by_side=transfers)
 
     if state.owner is None:
         return
     is_older = state.owner.flow_run == me.flow_run is not None and me.attempt < state.owner.attempt
-    if is_older or any(is_same_writer(each, me) for each in with_retries(look)):
+    if is_older or any(is_same_writer(each, me) for each in on_target(target, look)):
         raise _superseded(state, target)
 
 
@@ -135,19 +136,6 @@ def append_beside_others(
                 raise _superseded(state, target)
             require(state)
     raise StoreUnavailable(f"{known.key}: {_RACES} other writers were faster; try again")
-
-
-def require_same(before: Trial | None, name: str) -> Callable[[Experiment], None]:
-    """Return a check that no other task has changed the trial `name` since it was `before`.
-
-    It raises `SaveOvertaken`: read the trial again, and decide again.
-    """
-
-    def require(now: Experiment) -> None:
-        if now.trials.get(name) != before:
-            raise SaveOvertaken(f"{now.key}: another task has changed trial {name!r} meanwhile")
-
-    return require
 
 
 def writer_of_trial(trial: str) -> Writer:

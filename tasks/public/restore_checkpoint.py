@@ -20,7 +20,7 @@ from prefect_tune.storage_retries import RETRYING, run_log
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.public.arguments import Directory, RestoreArguments, TargetLike
-from prefect_tune.tasks.public.results import RestoredCheckpoint, restored_checkpoint
+from prefect_tune.tasks.public.results import RestoredCheckpoint
 from prefect_tune.tasks.public.similar_names import similar_experiment, similar_name
 
 __all__ = ["restore_checkpoint"]
@@ -114,7 +114,13 @@ def _newest_good(asked: RestoreArguments, found: Trial | None) -> RestoredCheckp
             if asked.step is not None:
                 raise
         else:
-            return restored_checkpoint(asked.folder, checkpoint, Path(path))
+            return RestoredCheckpoint(
+                directory=Path(path),
+                experiment=asked.experiment,
+                trial=asked.trial,
+                step=checkpoint.step,
+                metrics=checkpoint.metrics,
+            )
     if found is None or not (found.checkpoints or found.lost_checkpoints):
         return None
     raise ResumeFailed(

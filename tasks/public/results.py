@@ -104,17 +104,6 @@ def committed_checkpoint(
     )
 
 
-def restored_checkpoint(folder: TrialKey, checkpoint: CheckpointRef, directory: Path) -> RestoredCheckpoint:
-    """Return the public value of a checkpoint of the trial `folder` whose files are in `directory`."""
-    return RestoredCheckpoint(
-        directory=directory,
-        experiment=folder.experiment,
-        trial=folder.trial,
-        step=checkpoint.step,
-        metrics=checkpoint.metrics,
-    )
-
-
 def trial_state(target: StorageTarget, experiment: str, trial: Trial) -> TrialState:
     """Return the public state of a trial."""
     folder, newest = TrialKey(experiment=experiment, trial=trial.trial), newest_checkpoint(trial)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
-from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Search
@@ -28,6 +27,7 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.stopping.stop_handling import Outside
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 
@@ -103,17 +103,8 @@ class SimulatedSearch:
         return [str(each.phase) for each in state.trials.values()]
 
 
-class _Outside:
+class _Outside(Outside):
     """No stop requests; an interrupt once `until` holds."""
 
     def __init__(self, until: Callable[[], bool]) -> None:
-        self._until = until
-
-    def is_interrupted(self) -> bool:
-        return self._until()
-
-    def take(self) -> Sequence[StopRequest]:
-        return ()
-
-    def journaled(self, count: int) -> None:
-        del count
+        self.is_interrupted = until

@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from uuid import UUID
 
-from prefect_tune.blocks import StorageTarget
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history, load
@@ -19,6 +20,7 @@ from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.recovery.restore import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
 TRIAL = "trial"
@@ -67,6 +69,11 @@ def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
         return history(store, name, side_by_side=map)
 
 
+def statuses(results: pt.Results) -> list[str]:
+    """Return the statuses of a search's trials."""
+    return [str(each.status) for each in results.trials.values()]
+
+
 def owners_at(target: StorageTarget, name: str) -> Mapping[int, Owner]:
     """Return the owners that opened the experiment, by process id."""
     events = [event for entry in entries_at(target, name) for event in entry.events]
@@ -112,6 +119,30 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
         return digest_of_directory(folder / "restored")
     finally:
         shutil.rmtree(folder)
+
+
+def own_blobs(target: LocalTarget, name: str, step: int) -> Sequence[Path]:
+    """Return the blobs that only the checkpoint of `step` refers to."""
+    folder, root = TrialKey(experiment=name, trial=TRIAL), Path(target.path)
+    paths = {
+        each.step: set(read_manifest(PosixStore(root), folder.checkpoint_key(each)).blob_paths())
+        for each in trial_at(target, name).checkpoints
+    }
+    others = {path for other, found in paths.items() if other != step for path in found}
+    return [root / path for path in sorted(paths[step] - others)]
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Replace the bytes of a file that is read-only."""
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    overwrite(path, bytes(data))
 
 
 def violations(target: StorageTarget, name: str, truth: Undisturbed) -> Sequence[str]:

@@ -50,7 +50,7 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Done, Yielded
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
-from prefect_tune.tasks.trial_attempt import AttemptResult
+from prefect_tune.tasks.trial_attempt import AttemptResult, next_start
 
 module = importlib.import_module("prefect_tune.tasks.trial_attempt")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
@@ -86,11 +86,7 @@ class CommitHarness:
         journal_writer = self.given(request)
         trial = journal_writer.experiment.trial(TRIAL)
         if trial.phase is not Phase.RUNNING:
-            newest = trial.checkpoints[-1] if trial.checkpoints else None
-            step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-            journal_writer.write(
-                [Started(trial=TRIAL, attempt=trial.attempt + 1, from_step=step, from_sequence=sequence)]
-            )
+            journal_writer.write([next_start(trial)])
         return journal_writer
 
     def run(self, request: AttemptRequest) -> AttemptResult:
@@ -350,3 +346,21 @@ def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
     result = harness.run(AttemptRequest(search_epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state
+
+
+# ------------------------------------------------------------------------------- a process that cannot be started
+
+
+def test_an_attempt_whose_process_cannot_be_started_leaves_no_thread(harness: CommitHarness) -> None:
+    def no_process(*_: object) -> None:
+        raise OSError("cannot fork a trial's process")
+
+    stop = threading.Event()
+    link = SimpleNamespace(stop=stop, wrote=lambda _events, _state: None, process=no_process)
+    harness.link = cast("SearchLink", link)
+    with pytest.raises(OSError, match="cannot fork"):
+        harness.run(attempt_request(1))
+    for thread in threading.enumerate():
+        if thread.name == "commit-worker":
+            thread.join(30)
+            assert not thread.is_alive()

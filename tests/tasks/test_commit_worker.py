@@ -28,7 +28,6 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     Owner,
     Reported,
-    Started,
     TrialAdded,
 )
 from prefect_tune.core.journal_events.journal_entry import Entry
@@ -46,6 +45,7 @@ from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
+from prefect_tune.tasks.trial_attempt import next_start
 
 TRIAL = TrialKey(experiment="e", trial="trial")
 
@@ -137,15 +137,7 @@ class CommitHarness:
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
             state = append(store, state, [Adopted(), *added, *lost], new_write_id())
-            trial = state.trial(TRIAL.trial)
-            new = trial.checkpoints[-1] if trial.checkpoints else None
-            started = Started(
-                trial=TRIAL.trial,
-                attempt=trial.attempt + 1,
-                from_step=new.step if new else 0,
-                from_sequence=new.sequence if new else None,
-            )
-            state = append(store, state, [started], new_write_id())
+            state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
         journal_writer = JournalWriter(self.plan.target, state, write, lambda _events, _state: None)
         return CommitWorker(self.plan, journal_writer, NoArtifacts(), getLogger("ledger"))
 
@@ -215,12 +207,16 @@ def ended(cause: Cause, message: str) -> Sequence[Event]:
     return [AttemptEnded(trial=TRIAL.trial, cause=cause, message=message)]
 
 
-@pytest.fixture
-def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitHarness]:
-    """Tasks run as plain functions: no server, no retries."""
+def run_tasks_as_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Need no server, and retry nothing."""
     monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
+
+
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitHarness]:
+    run_tasks_as_functions(monkeypatch)
     target = FaultyTarget(path=str(tmp_path / "target"))
     plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield CommitHarness(plan, tmp_path)
@@ -388,7 +384,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(commit_entry, "find_leftovers", refuse)
+    monkeypatch.setattr(commit_entry, "leftover", refuse)
     commit_worker = harness.attempt()
     harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "away"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,18 @@ from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events.experiment_events import Cause, Committed, Quarantined
-from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_entry
-from prefect_tune.tasks import commit_worker as module
-from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker
-from tests.tasks.test_commit_worker import TRIAL, CommitHarness, FaultyTarget, ended, until
+from tests.tasks.test_commit_worker import (
+    TRIAL,
+    CommitHarness,
+    FaultyTarget,
+    damaged,
+    ended,
+    run_tasks_as_functions,
+    until,
+)
 
 EVERY = 3
 
@@ -28,9 +32,7 @@ EVERY = 3
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     """An attempt with two checkpoints that share a file whose blob has rotted."""
-    monkeypatch.setattr(module, "run_here", lambda task, *arguments, **options: task.fn(*arguments, **options))
-    monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
-    monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
+    run_tasks_as_functions(monkeypatch)
     target = FaultyTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
     harness = CommitHarness(
@@ -52,18 +54,13 @@ def saves(harness: CommitHarness, commit_worker: CommitWorker, *steps: int) -> N
     assert commit_worker.error is None
 
 
-def damaged_steps(harness: CommitHarness) -> list[int]:
-    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in harness.live() if read_one(store, key, side_by_side=map).damage]
-
-
 def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_good_one(
     training: tuple[CommitHarness, CommitWorker],
 ) -> None:
     harness, commit_worker = training
-    assert damaged_steps(harness) == [1, 2]
+    assert damaged(harness) == [1, 2]
     saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert damaged_steps(harness) == []
+    assert damaged(harness) == []
     found = [entry.events for entry in harness.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
     assert len(found) == 1
     committed = [each.checkpoint.step for each in found[0] if isinstance(each, Committed)]
@@ -83,7 +80,7 @@ def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage
     saves(harness, again, 9, 10)
     again.end(ended(Cause.MACHINE, "away"))
     again.close()
-    assert damaged_steps(harness) == []
+    assert damaged(harness) == []
     assert {9, 10} <= {key.step for key in harness.live()}
 
 
@@ -91,7 +88,7 @@ def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[C
     harness, commit_worker = training
     commit_worker._plan = replace(harness.plan, retention=Retention(last=1))
     saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert (harness.state().aside, damaged_steps(harness)) == ((), [])
+    assert (harness.state().aside, damaged(harness)) == ((), [])
     assert [key.step for key in harness.live()] == [2 + EVERY]
 
 
@@ -103,7 +100,7 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(commit_entry, "find_damaged", away)
+    monkeypatch.setattr(commit_entry, "on_target", away)
     saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert damaged_steps(harness)[:2] == [1, 2]
-    assert 2 + EVERY not in damaged_steps(harness)
+    assert damaged(harness)[:2] == [1, 2]
+    assert 2 + EVERY not in damaged(harness)

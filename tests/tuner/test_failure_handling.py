@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from datetime import timedelta
-from functools import reduce
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
     Committed,
-    Event,
     Opened,
     Owner,
     Quarantined,
-    Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp
-from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.tasks.trial_attempt import next_start
 from prefect_tune.tuner.failure_handling import FailureHandler
-from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stopping.stop_handling import Stopping
 from tests.fakes.searches.limits import limits_of
+from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 from tests.flows.simulated_search import StoppableExecutor
 
 _LOG = logging.getLogger("tests")
 _TRIAL = "00000"
-
-
-def noted(_target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None) -> Experiment:
-    return reduce(lambda found, event: after_event(found, event, found.number + 1), events, state)
 
 
 class _Losses(SearchObserver):
@@ -61,14 +45,10 @@ class FailingTrial:
     """One trial whose attempts are lost, with its failure handler."""
 
     def __init__(self) -> None:
-        objective = Objective(metrics=("loss",), modes=("min",))
-        policy = SearchPolicy(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
-        journal_writer = JournalWriter(
-            LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None
-        )
+        policy = random_policy()
         limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
         self.losses: list[str] = []
-        self.page = PendingEntry(journal_writer, policy, _Losses(self.losses), timedelta(0))
+        self.page = pending_entry(WrittenEntries(), policy, _Losses(self.losses))
         self.startable: deque[str] = deque()
         stopping = Stopping(limits, policy, StoppableExecutor(9), self.page, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
@@ -80,15 +60,7 @@ class FailingTrial:
     def loses_an_attempt(self, *, saves: bool = False) -> Phase:
         """Lose an attempt, start the next one if the handler retries; return the trial's phase."""
         state = self.page.state.trial(_TRIAL)
-        start = newest_checkpoint(state)
-        self.page.put(
-            Started(
-                trial=_TRIAL,
-                attempt=state.attempt + 1,
-                from_step=start.step if start else 0,
-                from_sequence=start.sequence if start else None,
-            )
-        )
+        self.page.put(next_start(state))
         if saves:
             self.sequence += 1
             self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
@@ -102,8 +74,7 @@ class FailingTrial:
         """Lose two attempts by the failure handler, and one more that ended with the message `last`."""
         for _ in range(2):
             self.loses_an_attempt()
-        state = self.page.state.trial(_TRIAL)
-        self.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+        self.page.put(next_start(self.page.state.trial(_TRIAL)))
         self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=last))
 
 
@@ -151,6 +122,15 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
     with pytest.raises(kind, match="expired"):
         failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE, failing.error)
     assert failing.page.state.trial(_TRIAL).phase is Phase.PENDING
+
+
+def test_an_error_of_a_trial_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
+    failing = FailingTrial()
+    failing.page.put(next_start(failing.page.state.trial(_TRIAL)))
+    failing.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="gone\x1b]0;title\x07"))
+    failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert "gone\\x1b]0;title\\x07" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:

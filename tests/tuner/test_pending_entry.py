@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
-    Event,
     Finished,
     Opened,
     Owner,
@@ -21,46 +17,21 @@ from prefect_tune.core.journal_events.experiment_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport
-from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.core.models import StepReport
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy
-
-
-class Written:
-    """A journal that is a list."""
-
-    def __init__(self) -> None:
-        self.entries: list[Sequence[Event]] = []
-
-    def __call__(
-        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None
-    ) -> Experiment:
-        self.entries.append(tuple(events))
-        for event in events:
-            state = after_event(state, event, state.number + 1)
-        return state.model_copy(update={"number": state.number + 1})
+from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 
 
 @pytest.fixture
-def written() -> Written:
-    return Written()
+def written() -> WrittenEntries:
+    return WrittenEntries()
 
 
 @pytest.fixture
-def page(written: Written) -> PendingEntry:
+def page(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
     opened = Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1))
-    journal_writer = JournalWriter(
-        LocalTarget(path="/nowhere"), nothing_yet("e"), written, lambda _events, _state: None
-    )
-    objective = Objective(metrics=("loss",), modes=("min",))
-    policy = SearchPolicy(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
-    page = PendingEntry(journal_writer, policy, ObserverGroup([]), timedelta(minutes=5))
+    page = pending_entry(written, random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         page.put(event)
     page.write(may_wait=False)
@@ -68,7 +39,7 @@ def page(written: Written) -> PendingEntry:
     return page
 
 
-def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, written: Written) -> None:
+def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, written: WrittenEntries) -> None:
     page.put(Finished(trial="00000", reason="done"))
     page.write(may_wait=True)
     assert written.entries == []
@@ -91,7 +62,7 @@ def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page
     assert page.write(may_wait=True).heard == ("w",)
 
 
-def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: PendingEntry, written: Written) -> None:
+def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: PendingEntry, written: WrittenEntries) -> None:
     page.put(StopAsked(reason="enough", trial="00000", request="w"))
     page.write(may_wait=True)
     page.put(Finished(trial="00001", reason="done"))
@@ -111,7 +82,7 @@ class Clock:
 
 
 def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_sync_period(
-    page: PendingEntry, written: Written, monkeypatch: pytest.MonkeyPatch
+    page: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     first, second = (Started(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
@@ -134,7 +105,7 @@ def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_s
 
 
 def test_a_start_that_a_trials_own_journal_has_brought_counts_as_a_changed_status(
-    page: PendingEntry, written: Written, monkeypatch: pytest.MonkeyPatch
+    page: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     page.put(Absorbed(trial="00000", number=1, events=(Started(trial="00000", attempt=1, from_step=0),)))

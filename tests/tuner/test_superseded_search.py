@@ -14,9 +14,6 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
 from prefect_tune.core.journal_events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
@@ -25,8 +22,8 @@ from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
+from tests.fakes.searches.pending_entries import random_policy
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 
 TRIAL = "00000"
@@ -48,8 +45,7 @@ class Search:
         self.journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         if TRIAL not in state.trials:
             self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
-        objective = Objective(metrics=("loss",), modes=("min",))
-        policy = SearchPolicy(RandomSearch(1).begin({}, objective, 1), FIFO().begin(objective, 1))
+        policy = random_policy()
         self.page = PendingEntry(self.journal_writer, policy, ObserverGroup(), timedelta(seconds=300))
         self.merger = TrialJournalMerger(self.page, policy, self.journal_writer)
 

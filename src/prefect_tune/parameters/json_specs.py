@@ -30,10 +30,7 @@ def scheduler_from(given: object) -> Scheduler:
     Raises:
         InvalidInput: it is neither.
     """
-    made = given if isinstance(given, Scheduler) else _made(given, "scheduler")
-    if isinstance(made, Scheduler):
-        return made
-    raise InvalidInput(f"scheduler: expected a scheduler, such as pt.ASHA(max_t=81), found {given!r}")
+    return given if isinstance(given, Scheduler) else cast("Scheduler", _made(given, "scheduler"))
 
 
 def search_from(given: object) -> Search:
@@ -42,10 +39,7 @@ def search_from(given: object) -> Search:
     Raises:
         InvalidInput: it is neither.
     """
-    made = given if isinstance(given, Search) else _made(given, "search")
-    if isinstance(made, Search):
-        return made
-    raise InvalidInput(f"search: expected a search, such as pt.RandomSearch(num_samples=20), found {given!r}")
+    return given if isinstance(given, Search) else cast("Search", _made(given, "search"))
 
 
 def with_samples(search: Search, num_samples: int | None) -> Search:

@@ -51,6 +51,9 @@ OF_THE_RUN = frozenset(
     }
 )
 """Parameters of one run, which the experiment's journal does not store."""
+MOST_SECONDS = 1e10
+"""The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
+_Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
 def valid_bound(bound: int) -> int:
@@ -58,12 +61,6 @@ def valid_bound(bound: int) -> int:
     if bound < 1:
         raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
     return bound
-
-
-def _positive(budget: float) -> float:
-    if budget <= 0:
-        raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
-    return budget
 
 
 def space_of(space: Mapping[str, Any]) -> dict[str, object]:
@@ -101,7 +98,7 @@ class SearchPlan(ValidatedParameters):
     max_concurrent_trials: Annotated[int, AfterValidator(valid_bound)] | None = None
     resources_per_trial: Mapping[str, float] | None = None
     resources_total: Mapping[str, float] | None = None
-    time_budget_seconds: Annotated[float, AfterValidator(_positive)] | None = None
+    time_budget_seconds: _Seconds | None = None
     checkpoint: Cadence | None = None
     retention: Retention | None = None
     failures: FailurePolicy | None = None
@@ -115,8 +112,8 @@ class SearchPlan(ValidatedParameters):
     concurrency_limits: list[str] | None = None
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
-    grace_period_seconds: float = 25
-    silence_timeout_seconds: float | None = None
+    grace_period_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 25
+    silence_timeout_seconds: _Seconds | None = None
     resume: Annotated[Resuming, BeforeValidator(resuming)] = Field(default="auto", validate_default=True)
     rerun_errored: RerunErrored = False
     warm_start: list[str] | None = None

@@ -10,7 +10,7 @@ from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, ObjectNotFound, PrefectException
+from prefect.exceptions import Abort, PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 
@@ -68,7 +68,7 @@ def _leave_to_the_living(experiment: str, owner: Owner) -> None:
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
         return
-    with suppress(ObjectNotFound, PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
+    with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
         if is_alive(other, client):
             _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, has not ended", client)

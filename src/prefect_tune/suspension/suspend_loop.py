@@ -33,6 +33,7 @@ from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, le
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
+from prefect_tune.terminal.formatting import visible
 
 STOPPED_HERE = "stopped, as chosen on Resume"
 _PATIENCE = timedelta(days=30)
@@ -131,7 +132,7 @@ def _answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Seq
     if question is None:
         return ()
     if can_be_suspended():
-        get_run_logger().warning("trial %s asks a person: %s", question.trial, question.question)
+        get_run_logger().warning("trial %s asks a person: %s", question.trial, visible(question.question))
         leave_with(form_of_question(question, state.name), about(question))
     return [_asked_here(question, state.name)]
 
@@ -143,7 +144,8 @@ def _asked_here(question: Questioned, experiment: str) -> Answered:
         return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
     why = ""
     while True:
-        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", question.trial, question.question)
+        asked = visible(question.question)
+        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", question.trial, asked)
         form = form_of_question(question, experiment, why)
         try:
             answer = answer_to(question.fields, pause_with(form, _PATIENCE))

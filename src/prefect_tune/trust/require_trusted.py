@@ -18,7 +18,7 @@ from prefect_tune.core.settings_signature import has_signature, is_signed, signe
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.parameters.checks.source_definitions import is_module_name, why_not_defined
 from prefect_tune.stores.local.folder_ownership import why_not_own
-from prefect_tune.tasks.existing_experiment import read_or_fail
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.trust.code_choices import CodeChoice, code_choices
 
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
@@ -103,7 +103,7 @@ def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[str]:
     names, origin = [known.name], known.origin
     while origin is not None and origin.experiment not in names:
         names.append(origin.experiment)
-        origin = read_or_fail(target, origin.experiment).origin
+        origin = read_known(target, origin.experiment).experiment.origin
     return names
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import assert_never
 
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events.experiment_events import Decided, Finished, Paused, Resumed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.executors.trial_executor import TrialExecutor
+from prefect_tune.tasks.trial_attempt import last_report
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy, is_saved, standing_decision
@@ -96,8 +97,3 @@ class Decisions:
 
     def _send(self, name: str, answer: GoOn | Leave, step: int) -> None:
         self._pending_entry.then(lambda: self._executor.answer(name, answer, step))
-
-
-def last_report(trial: Trial) -> StepReport:
-    """Return the newest report of a trial that the journal holds."""
-    return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)

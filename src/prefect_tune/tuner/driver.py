@@ -36,7 +36,8 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tuner.decisions import Decisions, last_report
+from prefect_tune.tasks.trial_attempt import last_report
+from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, trial_id

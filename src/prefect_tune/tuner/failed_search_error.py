@@ -11,6 +11,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import leaves, plural
 from prefect_tune.results.results import Results
 from prefect_tune.terminal.error_groups import errors_by_cause
+from prefect_tune.terminal.formatting import visible
 from prefect_tune.tuner.metric_check import MetricCheck, never_last
 
 _CAUSES = 3
@@ -63,7 +64,7 @@ def _all_errored(results: Results, skipped: int) -> str:
         else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )
     traceback = f"prefect-tune show {results.target.uri} {name} --trial {first.trial}"
-    return f"experiment {name!r}: {errored}. {retried}. Traceback: {traceback}"
+    return f"experiment {name!r}: {visible(errored)}. {retried}. Traceback: {traceback}"
 
 
 def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:

@@ -105,7 +105,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     warn_of_limits(stopper, objective, get_run_logger())
     warn_of_constants(plan, get_run_logger())
     policy = _policy(plan)
-    opening, slots = _executor(plan, spec)
+    opening, slots, where = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots, metric_check)
     subscribers = _subscribers(plan, slots)
     known = require_presence(plan.target, name, plan.resume, turn.known)
@@ -127,7 +127,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else _policy(now)
             _learn(asks, journal_writer)
             log = get_run_logger()
-            log_opening(now, state, slots, _where(plan), log)
+            log_opening(now, state, slots, where, log)
             with (
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
@@ -181,12 +181,10 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
     """Refuse a search with several writers of one journal if the target cannot keep them apart; write nothing."""
     if check_target(plan.target).conditional_create:
         return
-    runner = runner_elsewhere()
-    there = "" if runner is None else f"task runner: {type(runner).__name__}"
     require_one_runner(
         plan.target.uri,
         exploiting=type(plan.scheduler).__name__ if policy.saves_first else "",
-        elsewhere="trials='deployment'" if plan.trials == "deployment" else there,
+        elsewhere="trials='deployment'" if plan.trials == "deployment" else "",
     )
 
 
@@ -247,26 +245,22 @@ def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Sched
     return scheduler.begin(objective or UNNAMED, seed)
 
 
-def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots]:
-    """Return the executor of trials (local, task runner or deployment) and its slots."""
+def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots, str]:
+    """Return the executor of trials (local, task runner or deployment), its slots, and where the trials run."""
     if plan.trials == "deployment":
         deployment = DeploymentLauncher(plan.trial_deployment, plan.trial_job_variables)
         deployment.require(spec)
-        return nullcontext(RemoteExecutor(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(plan)
+        where = f"as runs of the deployment {plan.trial_deployment!r}"
+        return nullcontext(RemoteExecutor(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(plan), where
     if (runner := runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
-        return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
+        where = f"by the {type(runner).__name__}"
+        return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan), where
     require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
-    return _local_executor(spec, slots := slots_here(plan, max_workers_here())), slots
-
-
-def _where(plan: SearchPlan) -> str:
-    if plan.trials == "deployment":
-        return f"as runs of the deployment {plan.trial_deployment!r}"
-    if (runner := runner_elsewhere()) is not None:
-        return f"by the {type(runner).__name__}"
-    most = max_workers_here()
-    return "on this machine" if most is None else f"on this machine (its task runner has max_workers={most})"
+    most, where = max_workers_here(), "on this machine"
+    if most is not None:
+        where = f"{where} (its task runner has max_workers={most})"
+    return _local_executor(spec, slots := slots_here(plan, most)), slots, where
 
 
 @contextmanager

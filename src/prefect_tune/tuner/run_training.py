@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,6 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.models import first_line, plural
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
@@ -47,9 +46,11 @@ from prefect_tune.suspension.training_answers import QUESTION, code_changed, fol
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
+from prefect_tune.terminal.formatting import visible
 from prefect_tune.terminal.progress_state import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
+from prefect_tune.tuner.stopping.stop_handling import Outside
 
 
 def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
@@ -76,7 +77,7 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
-        return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
+        return TrialFailed(f"{state.name}: {visible(first_line(trial.reason))}")
     _say_what_is_not_saved(trial)
     return spec, trial
 
@@ -146,7 +147,7 @@ def _driven(
         observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live, shown])
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
-            state = driver.run(_Interruption(stop))
+            state = driver.run(Outside(stop))
         reporter.conclude()  # it draws the last page while the event emitter ends
     return state
 
@@ -162,19 +163,6 @@ class _OneConfig(Proposals):
 
     def recall(self, number: int, config: Mapping[str, object]) -> None:
         del number, config
-
-
-class _Interruption:
-    """The interruption of the process, as the only cause from outside that ends a single training."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self.is_interrupted = stop.is_set
-
-    def take(self) -> Sequence[StopRequest]:
-        return ()
-
-    def journaled(self, count: int) -> None:
-        del count
 
 
 def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
@@ -198,7 +186,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
     where = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
     if trial is not None and is_done:
-        log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
+        log.info("%s: finished already, at step %d: %s", where, trial.step, visible(trial.reason))
     elif trial is not None and newest is not None:
         log.info("%s: resumes from step %d, after %s", where, newest.step, plural(trial.attempt, "attempt", "attempts"))
         if changed := code_changed(spec.target, spec.trial, trial, training.options.trainable):

@@ -11,12 +11,13 @@ from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.journal_events.experiment_events import Absorbed, Event, Opened
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.storage_retries import with_retries
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten
 from prefect_tune.tasks.experiment_state import Opening, open_journal
+from prefect_tune.tasks.on_target import on_target
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
@@ -51,11 +52,11 @@ class TrialJournalMerger:
             return  # the experiment's journal holds them
         absorbed = self._pending_entry.state.trial(trial).absorbed
 
-        def read() -> Sequence[Entry]:
-            with self._journal_writer.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        def read(store: ObjectStore) -> Sequence[Entry]:
+            with transfer_pool() as transfers:
                 return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
 
-        for entry in with_retries(read):
+        for entry in on_target(self._journal_writer.target, read, _TIMEOUT):
             self._take_in(trial, entry.number, entry.events, entry.at)
 
     def settle(self, trial: str) -> None:
@@ -86,11 +87,8 @@ class TrialJournalMerger:
             entry = self._beyond(entry.number)  # an external writer's entry
 
     def _beyond(self, number: int) -> Entry | None:
-        def read() -> Entry | None:
-            with self._journal_writer.target.open(timeout=_TIMEOUT) as store:
-                return next_entry(store, self._journal_writer.experiment.key, number)
-
-        return with_retries(read)
+        key = self._journal_writer.experiment.key
+        return on_target(self._journal_writer.target, lambda store: next_entry(store, key, number), _TIMEOUT)
 
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._pending_entry.state.name, trial=trial)

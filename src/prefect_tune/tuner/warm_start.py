@@ -9,15 +9,16 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
-from prefect_tune.core.models import StepReport, canonical_json, valid_name
+from prefect_tune.core.models import canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.storage_retries import with_retries
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.tasks.existing_experiment import read_or_fail
+from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import no_experiment_at
+from prefect_tune.tasks.on_target import on_target
+from prefect_tune.tasks.trial_attempt import last_report
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -60,7 +61,7 @@ def new_lessons(
     found: list[Learned] = []
     if not names:
         return found
-    learned = (known or read_or_fail(target, own)).learned
+    learned = (known or read_known(target, own).experiment).learned
     for name in names:
         if name not in learned:
             place, _, experiment = name.rpartition("/")
@@ -70,7 +71,7 @@ def new_lessons(
                 raise InvalidInput(
                     f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
                 )
-            state = read_or_fail(where, experiment)
+            state = read_known(where, experiment).experiment
             if not state.number:
                 raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
             found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
@@ -86,25 +87,18 @@ def lessons_known(journal_writer: JournalWriter) -> Sequence[Lesson]:
 
 
 def _learned_in(journal_writer: JournalWriter, number: int) -> Iterator[Learned]:
-    def read() -> Sequence[Learned]:
-        with journal_writer.target.open(timeout=_TIMEOUT) as store:
-            entry = next_entry(store, journal_writer.experiment.key, number - 1)
-        if entry is None:
-            raise JournalCorrupt(f"{journal_writer.experiment.key}: entry {number} is missing")
-        return [event for event in entry.events if isinstance(event, Learned)]
-
-    yield from with_retries(read)
+    key = journal_writer.experiment.key
+    entry = on_target(journal_writer.target, lambda store: next_entry(store, key, number - 1), _TIMEOUT)
+    if entry is None:
+        raise JournalCorrupt(f"{key}: entry {number} is missing")
+    return (event for event in entry.events if isinstance(event, Learned))
 
 
 def _lessons(state: Experiment) -> Iterator[Lesson]:
-    for trial in state.trials.values():
-        if trial.phase is Phase.FINISHED and trial.step:
-            yield _lesson(trial)
-
-
-def _lesson(trial: Trial) -> Lesson:
-    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    return Lesson(trial=trial.trial, config=trial.config, report=last, stopped=trial.past[-1].stopped)
+    for each in state.trials.values():
+        if each.phase is Phase.FINISHED and each.step:
+            stopped = each.past[-1].stopped
+            yield Lesson(trial=each.trial, config=each.config, report=last_report(each), stopped=stopped)
 
 
 def _identity(lesson: Lesson) -> bytes:

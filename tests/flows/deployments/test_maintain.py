@@ -15,8 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 
 import prefect_tune as pt
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
 from prefect_tune.maintenance.report import (
     DamagedCheckpoint,
@@ -31,7 +30,8 @@ from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_experiment
 from tests.flows.driver import until
 from tests.flows.interruptions.trouble import Trouble
-from tests.flows.training import trial_at
+from tests.flows.training import flip, own_blobs, trial_at
+from tests.trainables.counting import Counting
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -48,28 +48,11 @@ def live(target: Path, experiment: str = "digits") -> list[int]:
     return [each.step for each in trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints]
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(bytes(data))
-
-
-def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> list[Path]:
-    """Return the blobs that only the checkpoint of that step uses."""
-    folder, store = TrialKey(experiment=experiment, trial=trial), PosixStore(target)
-    refs = trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints
-    keys = [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in refs]
-    paths = {key.step: set(read_manifest(store, key).blob_paths()) for key in keys}
-    others = set().union(*(found for other, found in paths.items() if other != step))
-    return [target / path for path in sorted(paths[step] - others)]
-
-
 # ------------------------------------------------------------------------------------------------ findings
 
 
 def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
-    flip(blobs_of(target, "digits", 4)[0])
+    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     with pytest.raises(
         pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
     ) as found:
@@ -85,7 +68,7 @@ def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
 
 
 def test_damage_that_is_left_where_it_is_is_reported_once_too(target: Path) -> None:
-    flip(blobs_of(target, "digits", 4)[0])
+    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     with pytest.raises(pt.DamageFound):
         maintain(str(target), verify="all", quarantine=False)
     again = maintain(str(target), verify="all", quarantine=False)
@@ -101,7 +84,7 @@ class Killed(BaseException):
 def test_damage_that_a_run_found_and_died_before_it_reported_is_reported_by_the_next(
     target: Path, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip(blobs_of(target, "digits", 4)[0])
+    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     home = "flows.maintain" if act == "show_report" else "maintenance.runner"
     module = importlib.import_module(f"prefect_tune.{home}")
     real = getattr(module, act)
@@ -217,7 +200,7 @@ def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_t
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
-    flip(blobs_of(target, "digits", 4)[0])
+    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     before = files_in(target)
     with pytest.raises(pt.DamageFound) as found:
         maintain(str(target), verify="all", retention=pt.Retention(last=2), dry_run=True)
@@ -243,6 +226,7 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
         ({"sample_rounds": 0}, "sample_rounds: expected more than 0"),
         ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
         ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
+        ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected at most 1e.10, found inf; leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked: dict[str, Any], what: str) -> None:
@@ -256,8 +240,7 @@ def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked:
 def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_aside_loudly(trouble: Trouble) -> None:
     trouble.trainable = "tests.trainables.numpy_mlp:NumpyMlp"
     trouble.run(steps=15)
-    root = Path(trouble.target.path)
-    flip(blobs_of(root, "troubled", 15)[0])
+    flip(own_blobs(trouble.target, "troubled", 15)[0])
     with pytest.raises(pt.DamageFound):
         maintain(trouble.target, verify="all")
     trouble.run(steps=20)
@@ -266,24 +249,17 @@ def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_asi
     assert maintain(trouble.target, verify="all").damaged == []
 
 
-class Slow(pt.Trainable):
+class Slow(Counting):
     """Steps of some milliseconds; its checkpoints have bytes that change and bytes that do not."""
-
-    def setup(self, config: Mapping[str, Any]) -> None:
-        self.x = float(config["x"])
-        self.count = 0
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
         time.sleep(0.05)
-        return {"loss": self.x / self.count}
+        return {"loss": self.config["x"] / self.count}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "count").write_text(str(self.count))
+        super().save_checkpoint(checkpoint_dir)
         Path(checkpoint_dir, "backbone").write_bytes(b"b" * 100_000)
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.count = int(Path(checkpoint_dir, "count").read_text())
 
 
 @pytest.mark.deep

@@ -13,12 +13,13 @@ from prefect.client.schemas.filters import FlowRunFilter
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.search.domains import grid_search
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.flows.driver import Driver, Drivers, until
-from tests.flows.training import experiment_at, owners_at, state_of_flow_run, trial_at, undisturbed, violations
+from tests.flows.driver import Drivers, until
+from tests.flows.interruptions.mlp_training import MlpTraining
+from tests.flows.training import owners_at, state_of_flow_run, trial_at
 from tests.trainables.witness import acts_of
 
 _NAME = "api"
@@ -33,43 +34,11 @@ def proxy(prefect_server: str) -> Iterator[TcpProxy]:
         yield passing
 
 
-class _Training:
-    """One experiment whose flow reaches its server through the proxy; it waits before step `gate_step`."""
-
-    def __init__(self, drivers: Drivers, proxy: TcpProxy, target: LocalTarget, folder: Path, gate_step: int) -> None:
-        self.drivers = drivers
-        self.proxy = proxy
-        self.target = target
-        self.gate = folder / "gate"
-        self.witness = folder / "witness"
-        self.config = {"witness": str(self.witness), "gate": str(self.gate), "gate_step": gate_step}
-
-    def start(self) -> Driver:
-        return self.drivers.start(
-            "tests.trainables.numpy_mlp:NumpyMlp",
-            self.config,
-            target=self.target,
-            experiment=_NAME,
-            stop={"step": _STEPS},
-            checkpoint=Cadence(every_steps=5),
-            api_url=f"{self.proxy.url}/api",
-        )
-
-    def until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
-        driver = self.drivers.last
-        until(condition, seconds=seconds, what=lambda: f"{self.committed()} committed\n{driver.log[-3000:]}")
-
-    def committed(self) -> int:
-        if "trial" not in experiment_at(self.target, _NAME).trials:
-            return 0
-        newest = newest_checkpoint(trial_at(self.target, _NAME))
-        return newest.step if newest else 0
-
-    def require_identical_end(self) -> None:
-        truth = undisturbed(_STEPS)
-        trial = trial_at(self.target, _NAME)
-        assert (trial.status, trial.metrics["state"]) == (Status.COMPLETED, truth.state[_STEPS])
-        assert violations(self.target, _NAME, truth) == []
+def _training(drivers: Drivers, proxy: TcpProxy, target: LocalTarget, folder: Path, *, gate_step: int) -> MlpTraining:
+    """Return a training whose flow reaches its server through the proxy; it waits before step `gate_step`."""
+    training = MlpTraining(drivers, target, folder, _NAME, _STEPS, api_url=f"{proxy.url}/api")
+    training.hold_at(gate_step)
+    return training
 
 
 _WAYS: dict[str, Callable[[TcpProxy], None]] = {
@@ -83,17 +52,15 @@ _WAYS: dict[str, Callable[[TcpProxy], None]] = {
 def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it_is_back(
     drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, way: str
 ) -> None:
-    training = _Training(drivers, proxy, local_target, tmp_path, gate_step=38)
+    training = _training(drivers, proxy, local_target, tmp_path, gate_step=38)
     driver = training.start()
     training.until(lambda: training.committed() >= 5)
     _WAYS[way](proxy)
     training.until(lambda: training.committed() == 35)
     proxy.restore()
     training.gate.touch()
-    outcome = driver.wait()
-    assert outcome.get("status") == "completed", outcome
-    training.require_identical_end()
-    assert [each.step for each in acts_of(training.witness) if each.act == "begin"] == list(range(1, _STEPS + 1))
+    training.require_identical_end(driver.wait())
+    assert training.acts("begin") == list(range(1, _STEPS + 1))
     assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
     assert "Exception in thread" not in driver.log
 
@@ -101,7 +68,7 @@ def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it
 def test_a_server_that_is_away_at_the_end_costs_no_step(
     drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    training = _Training(drivers, proxy, local_target, tmp_path, gate_step=30)
+    training = _training(drivers, proxy, local_target, tmp_path, gate_step=30)
     driver = training.start()
     training.until(lambda: training.committed() == 25)
     proxy.refuse()

@@ -16,7 +16,7 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble
-from tests.flows.training import bytes_of_checkpoint, undisturbed, violations
+from tests.flows.training import bytes_of_checkpoint, flip, overwrite, own_blobs, undisturbed, violations
 
 _NAME = "troubled"
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
@@ -33,18 +33,12 @@ def trained(trouble: Trouble) -> Trouble:
 # --------------------------------------------------------------------------------------------------- damage
 
 
-def _own_blobs(trouble: Trouble, step: int) -> Sequence[Path]:
-    """Return the blobs that only the checkpoint of `step` refers to."""
-    root = Path(trouble.target.path)
-    of_step = {
-        each.step: read_manifest(
-            PosixStore(root),
-            CheckpointKey(trial=TrialKey(experiment=_NAME, trial="trial"), step=each.step, sequence=each.sequence),
-        ).blob_paths()
-        for each in trouble.trial.checkpoints
-    }
-    others = {path for other, paths in of_step.items() if other != step for path in paths}
-    return [root / path for path in sorted(of_step[step] - others)]
+def _blob(trouble: Trouble, step: int) -> Path:
+    return own_blobs(trouble.target, _NAME, step)[0]
+
+
+def _cut(path: Path) -> None:
+    overwrite(path, path.read_bytes()[:-1])
 
 
 def _manifest(trouble: Trouble, step: int) -> Path:
@@ -52,31 +46,12 @@ def _manifest(trouble: Trouble, step: int) -> Path:
     return found
 
 
-def _overwrite(path: Path, data: bytes) -> None:
-    path.chmod(0o644)
-    path.write_bytes(data)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    _overwrite(path, bytes(data))
-
-
-def _cut(path: Path) -> None:
-    _overwrite(path, path.read_bytes()[:-1])
-
-
-def _empty(path: Path) -> None:
-    _overwrite(path, b"")
-
-
 _DAMAGE: dict[str, Callable[[Trouble, int], None]] = {
-    "a flipped bit in a blob": lambda trouble, step: _flip(_own_blobs(trouble, step)[0]),
-    "a blob cut short": lambda trouble, step: _cut(_own_blobs(trouble, step)[0]),
-    "a missing blob": lambda trouble, step: _own_blobs(trouble, step)[0].unlink(),
-    "a flipped bit in the manifest": lambda trouble, step: _flip(_manifest(trouble, step)),
-    "an empty manifest": lambda trouble, step: _empty(_manifest(trouble, step)),
+    "a flipped bit in a blob": lambda trouble, step: flip(_blob(trouble, step)),
+    "a blob cut short": lambda trouble, step: _cut(_blob(trouble, step)),
+    "a missing blob": lambda trouble, step: _blob(trouble, step).unlink(),
+    "a flipped bit in the manifest": lambda trouble, step: flip(_manifest(trouble, step)),
+    "an empty manifest": lambda trouble, step: overwrite(_manifest(trouble, step), b""),
     "a missing manifest": lambda trouble, step: _manifest(trouble, step).unlink(),
 }
 
@@ -92,8 +67,8 @@ def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_one_before_it_used(tra
 
 
 def test_two_damaged_checkpoints_are_both_put_aside(trained: Trouble) -> None:
-    _flip(_own_blobs(trained, 15)[0])
-    _flip(_own_blobs(trained, 10)[0])
+    flip(_blob(trained, 15))
+    flip(_blob(trained, 10))
     trained.run(steps=20)
     assert trained.acts("loaded") == [5]
     assert len(trained.trial.quarantined) == 2
@@ -115,7 +90,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_started_afresh_however_ofte
 
 def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
     entries = sorted(Path(trained.target.path).rglob("journal/*.json"))
-    _flip(entries[len(entries) // 2])
+    flip(entries[len(entries) // 2])
     begun = trained.acts("begin")
     with pytest.raises(ResumeFailed, match="Nothing was started"):
         trained.run(steps=20)

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -23,59 +21,34 @@ from prefect_tune.tasks.checkpoints import save_checkpoint
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
-from tests.flows.driver import Driver, Drivers, until
-from tests.flows.training import trial_at, undisturbed, violations
-from tests.trainables.witness import acts_of
+from tests.flows.driver import Drivers, until
+from tests.flows.interruptions.mlp_training import MlpTraining
+from tests.flows.training import trial_at
 
 _NAME = "hung"
 _STEPS = 40
-_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _DEADLINE_SECONDS = 3.0
 
 
-def _start(drivers: Drivers, target: S3Target, witness: Path, **options: Any) -> Driver:
-    return drivers.start(
-        _MLP,
-        {"witness": str(witness), "step_seconds": 0.02},
-        target=target,
-        experiment=_NAME,
-        stop={"step": _STEPS},
-        checkpoint=Cadence(every_steps=5),
-        sync=SyncConfig(sync_timeout_seconds=_DEADLINE_SECONDS, sync_artifacts=False, live_period_seconds=None),
-        **options,
-    )
-
-
-def _until_saving(driver: Driver, witness: Path, step: int) -> None:
-    def begun() -> bool:
-        return any(each.act == "saving" and each.step >= step for each in acts_of(witness))
-
-    until(begun, seconds=90, what=lambda: driver.log[-3000:])
-
-
-def _require_identical_end(driver: Driver, target: S3Target) -> None:
-    outcome = driver.wait(seconds=120)
-    truth = undisturbed(_STEPS)
-    assert outcome.get("status") == "completed", outcome
-    assert outcome["metrics"]["state"] == truth.state[_STEPS]
-    assert violations(target, _NAME, truth) == []
+def _training(drivers: Drivers, target: S3Target, folder: Path) -> MlpTraining:
+    sync = SyncConfig(sync_timeout_seconds=_DEADLINE_SECONDS, sync_artifacts=False, live_period_seconds=None)
+    return MlpTraining(drivers, target, folder, _NAME, _STEPS, sync=sync)
 
 
 def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:
-    witness = tmp_path / "witness"
     with TcpProxy(s3_port) as proxy:
-        target = s3_at(proxy.port)
-        driver = _start(drivers, target, witness)
-        _until_saving(driver, witness, 10)
+        training = _training(drivers, target := s3_at(proxy.port), tmp_path)
+        driver = training.start()
+        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
         proxy.swallow()
         until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
         # No connection is open between two tries; a leaked writer would keep its own for a minute.
         until(lambda: proxy.established == 0, seconds=8, what=lambda: f"{proxy.established} connections")
         assert "DeadlineExceeded" in driver.log
         proxy.restore()
-        _require_identical_end(driver, s3_at_same(target, s3_port))
+        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
         driver.require_no_leftovers()
 
 
@@ -87,16 +60,15 @@ def s3_at_same(target: S3Target, port: int) -> S3Target:
 def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:
-    witness = tmp_path / "witness"
     with TcpProxy(s3_port) as proxy:
-        target = s3_at(proxy.port)
-        driver = _start(drivers, target, witness)
-        _until_saving(driver, witness, 10)
+        training = _training(drivers, target := s3_at(proxy.port), tmp_path)
+        driver = training.start()
+        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
         proxy.refuse()
         time.sleep(5)
         assert driver.is_alive()
         proxy.restore()
-        _require_identical_end(driver, s3_at_same(target, s3_port))
+        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
 
 
 # --------------------------------------------------------------------------------- stores with false replies
@@ -183,7 +155,6 @@ class _Pretender:
 
 
 def test_a_server_that_acknowledges_writes_it_drops_costs_only_time(drivers: Drivers, tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
     with S3Sink() as sink:
         sink.fault = pretender = _Pretender(sink)
         target = S3Target(
@@ -195,8 +166,9 @@ def test_a_server_that_acknowledges_writes_it_drops_costs_only_time(drivers: Dri
             access_key_id="test",
             secret_access_key=SecretStr("test"),
         )
-        driver = _start(drivers, target, witness)
-        _require_identical_end(driver, target)
+        training = _training(drivers, target, tmp_path)
+        driver = training.start()
+        training.require_identical_end(driver.wait(seconds=120))
         assert len(pretender.pretended) >= 4
         assert "client reported success" in driver.log
         assert len(trial_at(target, _NAME).checkpoints) == _STEPS // 5

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server
+from tests.flows.driver import until
 from tests.trainables.moody import train
 
 SCRIPT = """
@@ -47,11 +47,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
         stderr=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + 150
-    while not list(tmp_path.glob("runs/e/trials/*/journal/*")):
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: list(tmp_path.glob("runs/e/trials/*/journal/*")), seconds=150, what=lambda: f"{process.poll()}")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT

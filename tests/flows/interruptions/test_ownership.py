@@ -9,74 +9,38 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from tests.flows.driver import Driver, Drivers, until
+from tests.flows.driver import Drivers, until
+from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
-    bytes_of_checkpoint,
     entries_at,
     objects_at,
     owners_at,
     state_of_flow_run,
     trial_at,
-    undisturbed,
-    violations,
 )
 from tests.trainables.witness import acts_of
 
 _STEPS = 60
 _NAME = "contested"
-_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 
 
-class _Contest:
+class _Contest(MlpTraining):
     """Several drivers of one experiment."""
 
     def __init__(self, drivers: Drivers, target: StorageTarget, folder: Path) -> None:
-        self.drivers = drivers
-        self.target = target
-        self.witness = folder / "witness"
-        self.gate = folder / "gate"
-        self.config: dict[str, Any] = {"witness": str(self.witness), "step_seconds": 0.02}
-
-    def hold_at(self, step: int) -> None:
-        """Have every attempt wait before `step` until the gate is opened."""
-        self.config |= {"gate": str(self.gate), "gate_step": step}
-
-    def start(self) -> Driver:
-        return self.drivers.start(
-            _MLP,
-            self.config,
-            target=self.target,
-            experiment=_NAME,
-            stop={"step": _STEPS},
-            checkpoint=Cadence(every_steps=5),
-            retention=Retention(last=2),
-            sync=SyncConfig(sync_period_seconds=0.05),
-        )
-
-    def saves(self) -> int:
-        return sum(each.act == "saving" for each in acts_of(self.witness))
+        sync = SyncConfig(sync_period_seconds=0.05)
+        super().__init__(drivers, target, folder, _NAME, _STEPS, retention=Retention(last=2), sync=sync)
 
     def until_saved(self, times: int) -> None:
         """Wait until so many further saves have begun."""
-        wanted = self.saves() + times
-        last = self.drivers.last
-        until(lambda: self.saves() >= wanted, seconds=90, what=lambda: f"save {wanted}\n{last.log[-3000:]}")
-
-    def require_identical_end(self, outcome: Mapping[str, Any]) -> None:
-        truth = undisturbed(_STEPS)
-        assert outcome.get("status") == "completed", outcome
-        assert outcome["metrics"]["state"] == truth.state[_STEPS]
-        assert violations(self.target, _NAME, truth) == []
-        last = trial_at(self.target, _NAME).checkpoints[-1]
-        assert bytes_of_checkpoint(self.target, _NAME, last.step, last.sequence) == truth.files[_STEPS]
+        wanted = len(self.acts("saving")) + times
+        self.until(lambda: len(self.acts("saving")) >= wanted)
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.deep)])
@@ -140,14 +104,6 @@ def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
     contest: _Contest, frozen: str, wakes: str
 ) -> None:
     _woken_owner_is_harmless(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
-
-
-@pytest.mark.deep
-def test_an_owner_that_was_paused_on_an_object_store_commits_and_deletes_nothing(
-    drivers: Drivers, s3_target: StorageTarget, tmp_path: Path
-) -> None:
-    contest = _Contest(drivers, s3_target, tmp_path)
-    _woken_owner_is_harmless(contest, "machine", "during", random.Random("s3"))
 
 
 @pytest.mark.deep
@@ -222,11 +178,7 @@ def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     contest = _Contest(drivers, local_target, tmp_path)
     contest.hold_at(8)
     dead = contest.start()
-    until(
-        lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7,
-        seconds=60,
-        what=lambda: dead.log,
-    )
+    contest.until(lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7)
     assert dead.trials()
     dead.kill()
     dead.require_no_leftovers()

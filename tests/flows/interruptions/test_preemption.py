@@ -12,11 +12,11 @@ from typing import Any, Literal
 import pytest
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Status
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until
+from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
     log_of_flow_run,
     owners_at,
@@ -25,7 +25,6 @@ from tests.flows.training import (
     undisturbed,
     violations,
 )
-from tests.trainables.witness import acts_of
 
 _NAME = "preempted"
 _STEPS = 60
@@ -33,45 +32,24 @@ _INTERVAL = 5
 _SLACK_SECONDS = 8  # a busy machine, and the end of a flow run
 
 
-class _Preempted:
+class _Preempted(MlpTraining):
     """One experiment that is asked to stop."""
 
     def __init__(self, drivers: Drivers, target: StorageTarget, folder: Path) -> None:
-        self.drivers = drivers
-        self.target = target
-        self.witness = folder / "witness"
-        self.config: dict[str, Any] = {"witness": str(self.witness), "step_seconds": 0.05}
-        self.options: dict[str, Any] = {"checkpoint": Cadence(every_steps=_INTERVAL)}
-        self.trainable = "tests.trainables.numpy_mlp:NumpyMlp"
-
-    def start(self) -> Driver:
-        return self.drivers.start(
-            self.trainable, self.config, target=self.target, experiment=_NAME, stop={"step": _STEPS}, **self.options
-        )
-
-    def steps(self, act: str = "trained") -> int:
-        return max((each.step for each in acts_of(self.witness) if each.act == act), default=0)
+        super().__init__(drivers, target, folder, _NAME, _STEPS)
+        self.config["step_seconds"] = 0.05
 
     def until_at(self, act: str, step: int) -> None:
-        last = self.drivers.last
-        until(lambda: self.steps(act) >= step, seconds=90, what=lambda: f"{act} {step}\n{last.log[-3000:]}")
-
-    def committed(self) -> int:
-        newest = newest_checkpoint(trial_at(self.target, _NAME))
-        return newest.step if newest else 0
+        self.until(lambda: max(self.acts(act), default=0) >= step)
 
     def require_resumable(self) -> None:
         assert trial_at(self.target, _NAME).status is Status.INTERRUPTED
         assert violations(self.target, _NAME, undisturbed(_STEPS)) == []
 
-    def require_identical_end(self, *, from_step: int) -> None:
+    def require_continued(self, *, from_step: int) -> None:
         """Start again; it resumes from `from_step` and ends like an undisturbed run."""
-        outcome = self.start().wait()
-        assert outcome.get("status") == "completed", outcome
-        assert outcome["metrics"]["state"] == undisturbed(_STEPS).state[_STEPS]
-        assert [each.step for each in acts_of(self.witness) if each.act == "loaded"] == (
-            [from_step] if from_step else []
-        )
+        self.require_identical_end(self.start().wait())
+        assert self.acts("loaded") == ([from_step] if from_step else [])
 
 
 @pytest.fixture
@@ -100,12 +78,12 @@ def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     driver = preempted.start()
     preempted.until_at("trained", 7)
     _ended_by(driver, signal.SIGTERM, within=2)
-    assert preempted.committed() == preempted.steps() >= 7  # not one step is lost
+    assert preempted.committed() == max(preempted.acts("trained")) >= 7  # not one step is lost
     preempted.require_resumable()
     owner = owners_at(preempted.target, _NAME)[driver.pid]
     assert state_of_flow_run(owner)[0] == "Crashed"
     assert f"experiment {_NAME!r}: resumable at step {preempted.committed()}; " in log_of_flow_run(owner)
-    preempted.require_identical_end(from_step=preempted.committed())
+    preempted.require_continued(from_step=preempted.committed())
 
 
 @pytest.mark.parametrize(("grace_seconds", "save_seconds"), [(0, 0.0), (2, 60.0)])
@@ -117,7 +95,7 @@ def test_a_trial_that_cannot_save_within_the_grace_is_ended_and_loses_at_most_an
     driver = preempted.start()
     preempted.until_at("trained", 8)
     _ended_by(driver, signal.SIGTERM, within=grace_seconds)
-    assert preempted.steps() - preempted.committed() <= _INTERVAL
+    assert max(preempted.acts("trained")) - preempted.committed() <= _INTERVAL
     preempted.require_resumable()
 
 
@@ -138,7 +116,7 @@ def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
         until(lambda: proxy.established == 0, seconds=5, what=lambda: f"{proxy.established} connections left")
         proxy.restore()
         assert preempted.committed() == 5
-        preempted.require_identical_end(from_step=5)
+        preempted.require_continued(from_step=5)
 
 
 def test_a_group_wide_termination_still_lets_the_trial_save(preempted: _Preempted) -> None:
@@ -147,7 +125,7 @@ def test_a_group_wide_termination_still_lets_the_trial_save(preempted: _Preempte
     for pid in driver.trials():
         os.kill(pid, signal.SIGTERM)
     _ended_by(driver, signal.SIGTERM, within=25)
-    assert preempted.committed() == preempted.steps()
+    assert preempted.committed() == max(preempted.acts("trained"))
     preempted.require_resumable()
 
 
@@ -157,8 +135,8 @@ def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Pre
     driver = preempted.start()
     preempted.until_at("trained", 7)
     _ended_by(driver, signal.SIGTERM, within=25)
-    assert preempted.committed() == preempted.steps()
-    preempted.require_identical_end(from_step=preempted.committed())
+    assert preempted.committed() == max(preempted.acts("trained"))
+    preempted.require_continued(from_step=preempted.committed())
 
 
 @pytest.mark.deep
@@ -167,15 +145,15 @@ def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Pree
     until(driver.trials, seconds=60, what=lambda: driver.log)
     _ended_by(driver, signal.SIGTERM, within=25)
     preempted.require_resumable()
-    preempted.require_identical_end(from_step=preempted.committed())
+    preempted.require_continued(from_step=preempted.committed())
 
 
 def test_ctrl_c_saves_and_ends_resumable(preempted: _Preempted) -> None:
     driver = preempted.start()
     preempted.until_at("trained", 7)
     assert _ended_by(driver, signal.SIGINT, within=25)["error"] == "KeyboardInterrupt"
-    assert preempted.committed() == preempted.steps()
-    preempted.require_identical_end(from_step=preempted.committed())
+    assert preempted.committed() == max(preempted.acts("trained"))
+    preempted.require_continued(from_step=preempted.committed())
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_slow_save(preempted: _Preempted) -> None:

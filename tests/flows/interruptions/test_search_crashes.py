@@ -112,36 +112,36 @@ def _require_same_in_the_end(search: _Search, kills: int, seed: int) -> int:
     return struck
 
 
-@pytest.mark.timeout(400)
+_DEEP, _LONG = (pytest.mark.deep, pytest.mark.timeout(900)), (pytest.mark.deep, pytest.mark.timeout(7200))
+_SCHEDULERS: Mapping[str, Scheduler] = {
+    "fifo": FIFO(),
+    "stopping": ASHA(max_t=EPOCHS, reduction_factor=3, variant="stopping"),
+    "promotion": ASHA(max_t=EPOCHS, reduction_factor=3, variant="promotion"),
+}
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "slots", "kills"),
+    ("name", "slots", "samples", "kills"),
     [
-        pytest.param(FIFO(), 2, 2, id="all to the end, two at once", marks=pytest.mark.deep),
-        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="promotion"), 1, 2, id="asha promotion"),
+        pytest.param("promotion", 1, 9, 2, marks=pytest.mark.timeout(400)),
+        pytest.param("fifo", 2, 9, 2, marks=_DEEP),
+        pytest.param("fifo", 2, 40, 40, marks=_LONG),
+        pytest.param("stopping", 1, 40, 40, marks=_LONG),
+        pytest.param("promotion", 1, 40, 40, marks=_LONG),
     ],
 )
 def test_a_search_that_is_killed_ends_with_the_table_of_an_undisturbed_one(
-    scheduler: Scheduler,
+    name: str,
     slots: int,
+    samples: int,
     kills: int,
     drivers: Drivers,
     local_target: StorageTarget,
     tmp_path: Path,
     record_property: Record,
 ) -> None:
-    search = _Search(drivers, local_target, tmp_path, scheduler, slots)
+    search = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], slots, samples)
     record_property("figure: kills of whole searches", _require_same_in_the_end(search, kills, seed=3))
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("variant", ["fifo", "stopping", "promotion"])
-def test_many_kills_change_nothing_either(
-    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path, record_property: Record
-) -> None:
-    scheduler = FIFO() if variant == "fifo" else ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
-    search = _Search(drivers, local_target, tmp_path, scheduler, 2 if variant == "fifo" else 1, samples=40)
-    record_property("figure: kills of whole searches", _require_same_in_the_end(search, 40, seed=7))
 
 
 @pytest.mark.deep
@@ -202,21 +202,12 @@ def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
         assert search.table(name) == search.table("undisturbed"), where
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("variant", ["stopping", "promotion"])
+@pytest.mark.parametrize("name", ["stopping", "promotion"])
+@pytest.mark.parametrize(
+    ("deaths", "seed"), [pytest.param(1, 5, marks=_DEEP), pytest.param(50, 11, marks=_LONG)], ids=["one", "many"]
+)
 def test_wherever_it_dies_between_two_writes_a_search_ends_with_the_same_table(
-    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
+    name: str, deaths: int, seed: int, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
 ) -> None:
-    scheduler = ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
-    _require_same_after(_Search(drivers, local_target, tmp_path, scheduler, 1, isolation="thread"), 1, seed=5)
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("variant", ["stopping", "promotion"])
-def test_wherever_it_dies_a_hundred_times(
-    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
-) -> None:
-    scheduler = ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
-    _require_same_after(_Search(drivers, local_target, tmp_path, scheduler, 1, isolation="thread"), 50, seed=11)
+    search = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], 1, isolation="thread")
+    _require_same_after(search, deaths, seed)

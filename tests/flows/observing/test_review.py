@@ -40,11 +40,3 @@ def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_u
     assert (found.status, found.attempt, found.user_failures) == (Status.ERRORED, 2, 2)
     assert found.machine_failures == 0
     assert "errored" in _shown_in_the_ui("troubled")
-
-
-def test_a_trial_that_said_it_is_done_is_not_started_again(trouble: Trouble) -> None:
-    trouble.config["done_at"] = 3
-    for _ in range(2):
-        result = trouble.run(steps=None)
-        assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 3, 1)
-    assert trouble.acts("begin") == [1, 2, 3]

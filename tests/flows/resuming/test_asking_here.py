@@ -52,21 +52,31 @@ def test_a_script_waits_for_the_answer_and_goes_on(drivers: Drivers, local_targe
     assert [dict(each.answer) for each in experiment_at(local_target, _NAME).answers] == [{"by": 5, "why": "or so"}]
 
 
+def as_soon_as_it_pauses(monkeypatch: pytest.MonkeyPatch, act: Callable[[SyncPrefectClient, UUID], object]) -> None:
+    """Call `act` in the instant in which a run of this process, which has no terminal, is set Paused."""
+    set_state = SyncPrefectClient.set_flow_run_state
+
+    def set_and_act(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
+        done = set_state(client, run_id, state, **options)
+        if state.is_paused():
+            act(client, run_id)
+        return done
+
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_act)
+
+
 @pytest.mark.usefixtures("prefect_server")
 def test_a_resume_in_the_instant_of_pausing_is_accepted(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    set_state, answers = SyncPrefectClient.set_flow_run_state, [{"go_on": False}, {}]
+    answers: list[dict[str, object]] = [{"go_on": False}, {}]
 
-    def set_and_resume(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
-        done = set_state(client, run_id, state, **options)
-        if state.is_paused():
-            resumed = client.resume_flow_run(run_id, run_input=answers.pop(0))
-            assert resumed.status is SetStateStatus.ACCEPT, resumed.details
-        return done
+    def resume(client: SyncPrefectClient, run_id: UUID) -> None:
+        resumed = client.resume_flow_run(run_id, run_input=answers.pop(0))
+        assert resumed.status is SetStateStatus.ACCEPT, resumed.details
 
-    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_resume)
+    as_soon_as_it_pauses(monkeypatch, resume)
     done = pt.durable_trainable(inquisitor, {"questions": 2}, target=local_target, experiment=_NAME, isolation="thread")
     assert done.metrics == {"loss": 0.0}
     given = [dict(each.answer) for each in experiment_at(local_target, _NAME).answers]
@@ -78,9 +88,7 @@ def test_a_resume_in_the_instant_of_pausing_is_accepted(
 def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget, status: int
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(suspend_flow_run, "_POLL_INTERVAL", timedelta(seconds=0.1))
-    set_state = SyncPrefectClient.set_flow_run_state
     calls = ("read_flow_run", "filter_flow_run_input")
     failing: list[str] = []
 
@@ -96,16 +104,13 @@ def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
 
         return answer
 
-    def set_and_resume(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
-        done = set_state(client, run_id, state, **options)
-        if state.is_paused():
-            client.resume_flow_run(run_id, run_input={"go_on": False})
-            failing[:] = calls
-        return done
+    def resume(client: SyncPrefectClient, run_id: UUID) -> None:
+        client.resume_flow_run(run_id, run_input={"go_on": False})
+        failing[:] = calls
 
     for call in calls:
         monkeypatch.setattr(SyncPrefectClient, call, failing_first(call))
-    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_resume)
+    as_soon_as_it_pauses(monkeypatch, resume)
     done = pt.durable_trainable(inquisitor, {"questions": 1}, target=local_target, experiment=_NAME, isolation="thread")
     assert (done.metrics, failing) == ({"loss": 0.0}, [])
     assert [dict(each.answer) for each in experiment_at(local_target, _NAME).answers] == [{"go_on": False}]
@@ -115,16 +120,7 @@ def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
 def test_a_run_that_is_cancelled_while_it_waits_for_an_answer_ends(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    set_state = SyncPrefectClient.set_flow_run_state
-
-    def set_and_cancel(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
-        done = set_state(client, run_id, state, **options)
-        if state.is_paused():
-            set_state(client, run_id, Cancelled(), force=True)
-        return done
-
-    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_cancel)
+    as_soon_as_it_pauses(monkeypatch, lambda client, run_id: client.set_flow_run_state(run_id, Cancelled(), force=True))
     with pytest.raises(Abort, match="is Cancelled now"):
         pt.durable_trainable(inquisitor, {"questions": 1}, target=local_target, experiment=_NAME, isolation="thread")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from prefect.exceptions import Pause
 
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Answered, Owner
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import HOW_TO_GO_ON
@@ -25,7 +24,7 @@ from prefect_tune.suspension.training_answers import QUESTION, follow_up
 from prefect_tune.tasks.experiment_state import restore_experiment_state, write_directly
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun
-from tests.flows.training import experiment_at
+from tests.flows.training import experiment_at, flip, own_blobs
 
 _TRIAL = TrialKey(experiment="troubled", trial="trial")
 _BACK = {"way": "other checkpoint", "checkpoint": 5}
@@ -59,21 +58,9 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     assert list(experiment_at(trained.target, "troubled").answers) == [answered]
 
 
-def _blob(target: Path, manifest: Path) -> Path:
-    step, sequence = (int(each) for each in manifest.parent.name.split("-"))
-    key = CheckpointKey(trial=_TRIAL, step=step, sequence=sequence)
-    return target / min(read_manifest(PosixStore(target), key).blob_paths())
-
-
-def _flip(path: Path) -> None:
-    path.chmod(0o644)
-    first, *rest = path.read_bytes()
-    path.write_bytes(bytes([first ^ 1, *rest]))
-
-
-_DAMAGE: dict[str, Callable[[Path, Path], None]] = {
-    "its bytes are altered": lambda target, manifest: _flip(_blob(target, manifest)),
-    "its manifest is gone": lambda _, manifest: manifest.unlink(),
+_DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
+    "its bytes are altered": lambda target: flip(own_blobs(target, "troubled", 5)[0]),
+    "its manifest is gone": lambda target: next(Path(target.path).rglob("0000000005-*/manifest.json")).unlink(),
 }
 
 
@@ -81,8 +68,7 @@ _DAMAGE: dict[str, Callable[[Path, Path], None]] = {
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
     left_run.ask(form_of_training(Standing(checkpoints=(5, 10, 15)), "How?"), HOW_TO_GO_ON)
     left_run.resume(_BACK)
-    (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
-    _DAMAGE[damage](Path(trained.target.path), manifest)
+    _DAMAGE[damage](trained.target)
     before = experiment_at(trained.target, "troubled")
     turns: list[Turn] = []
 

@@ -14,6 +14,7 @@ import prefect_tune as pt
 from prefect_tune.core.errors import JournalCorrupt
 from prefect_tune.core.journal_events.experiment_events import Started
 from prefect_tune.core.storage.documents import Document, unseal
+from tests.fakes.checkpoints import files_in
 from tests.flows.resuming.write_release import KEY, Release, facts_of, releases, words_on
 from tests.flows.training import entries_at, trial_at
 
@@ -37,21 +38,16 @@ def release(request: pytest.FixtureRequest, tmp_path: Path, prefect_server: str)
     return Release(request.param, tmp_path)
 
 
-def files(target: pt.LocalTarget) -> Mapping[str, bytes]:
-    root = Path(target.path)
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 def never_rewritten(target: pt.LocalTarget) -> Mapping[str, bytes]:
     """Return the entries of all journals."""
-    return {path: data for path, data in files(target).items() if "/journal/" in path}
+    return {path: data for path, data in files_in(target.path).items() if "/journal/" in path}
 
 
 def test_every_experiment_reads_as_it_did_when_it_was_written_and_reading_writes_nothing(released: Release) -> None:
-    before = files(released.target)
+    before = files_in(released.target.path)
     for name, facts in released.facts.items():
         require_in(facts_of(released.target, name), facts)
-    assert files(released.target) == before
+    assert files_in(released.target.path) == before
 
 
 def require_in(found: Any, facts: Any) -> None:
@@ -68,7 +64,7 @@ def require_in(found: Any, facts: Any) -> None:
 
 
 def test_every_document_is_of_a_known_kind_and_each_kind_that_there_was_is_there(released: Release) -> None:
-    documents = {path: data for path, data in files(released.target).items() if ".json" in path}
+    documents = {path: data for path, data in files_in(released.target.path).items() if ".json" in path}
     found = set()
     for path, data in documents.items():
         first = data.partition(b"\n")[0]
@@ -87,7 +83,7 @@ def test_a_search_that_was_killed_goes_on_from_the_checkpoints_that_it_had(relea
         assert [each.from_step for each in started(release.target, trial)] == [0, last]
         assert (results.trials[trial].status, results.trials[trial].step) == ("completed", 8)
         assert [report.metrics["count"] for report in results.curve(trial)] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert before.items() <= files(release.target).items()
+    assert before.items() <= files_in(release.target.path).items()
 
 
 def started(target: pt.LocalTarget, trial: str) -> list[Started]:
@@ -130,7 +126,7 @@ def test_every_search_goes_on_from_what_it_had(release: Release, name: str) -> N
         assert [report.metrics["count"] for report in results.curve(trial)] == steps
         assert steps == list(range(1 if name != "pbt" else steps[0], found.step + 1))
     assert len(results.trials) - len(old) == {"asha": 2, "optuna": 2, "signed": 1, "warm": 1, "fork": 1}.get(name, 0)
-    assert before.items() <= files(release.target).items()
+    assert before.items() <= files_in(release.target.path).items()
 
 
 @pytest.mark.deep
@@ -143,7 +139,7 @@ def test_every_training_goes_on_from_its_newest_checkpoint(release: Release, nam
     )
     assert (result.status, result.step, result.metrics["count"]) == ("completed", steps, steps)
     assert result.wasted_steps == facts["wasted_steps"]
-    assert before.items() <= files(release.target).items()
+    assert before.items() <= files_in(release.target.path).items()
 
 
 @pytest.mark.deep
@@ -157,7 +153,7 @@ def test_every_search_is_forked_with_what_it_had(release: Release, name: str) ->
         each["config"] for each in old["trials"].values()
     ] or name == "pbt"
     assert {each.phase for each in forked.trials.values()} == {"finished"}
-    assert before.items() <= files(release.target).items()
+    assert before.items() <= files_in(release.target.path).items()
 
 
 def test_maintenance_knows_what_earlier_maintenance_has_told_and_what_is_needed_stays(release: Release) -> None:
@@ -166,7 +162,7 @@ def test_maintenance_knows_what_earlier_maintenance_has_told_and_what_is_needed_
     assert (report.damaged, len(report.experiments)) == ([], len(release.facts))
     live = [each for facts in release.facts.values() for trial in facts["trials"].values() for each in trial["live"]]
     assert report.verified_count == len(live)
-    assert before.items() <= files(release.target).items()
+    assert before.items() <= files_in(release.target.path).items()
     for name, facts in release.facts.items():
         found = facts_of(release.target, name)
         assert found["maintenance"] == facts["maintenance"] + 1

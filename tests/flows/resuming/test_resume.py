@@ -16,13 +16,14 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Decided, Described
 from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.maintenance.delete_experiment import delete_experiment
 from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
+from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.fakes.servers.processes import free_port
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
-from tests.flows.training import entries_at, experiment_at, owners_at
+from tests.flows.training import entries_at, experiment_at, owners_at, statuses
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.moody import Moody, train
 
@@ -50,22 +51,16 @@ def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGI
     return pt.tune(trainable, **{**common, **options})
 
 
+def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
+    return {path: data for path, data in files_in(target.path).items() if path.startswith(below)}
+
+
 def table(experiment: Experiment) -> Sequence[tuple[object, ...]]:
     return [(each.trial, each.config, str(each.status), each.step) for each in experiment.trials.values()]
 
 
 def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
     return [each.config for each in results.trials.values()]
-
-
-def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
-    root = Path(target.path)
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in files
-        if str(path.relative_to(root)).startswith(below)
-    }
 
 
 # ------------------------------------------------------------------------------------------------------- fork
@@ -208,12 +203,12 @@ def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: P
     space = {"fails": pt.grid_search(["raise", "not", "neither"]), "until": str(tmp_path / "mended")}
     options: dict[str, Any] = {"space": space, "metric": "loss", "num_samples": 1}
     first = results_of_failed(lambda: searched(local_target, trainable=Moody, fail_fast=True, **options))
-    assert [str(each.status) for each in first.trials.values()] == ["errored"]
+    assert statuses(first) == ["errored"]
     (tmp_path / "mended").touch()
     again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
-    assert [str(each.status) for each in again.trials.values()] == ["completed"]
+    assert statuses(again) == ["completed"]
     rest = searched(local_target, trainable=Moody, **options)
-    assert [str(each.status) for each in rest.trials.values()] == ["completed"] * 3
+    assert statuses(rest) == ["completed"] * 3
 
 
 # ----------------------------------------------------------------------------------------------- warm start
@@ -366,10 +361,10 @@ def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget
     before = objects(local_target, "old/trials/00000/checkpoints")
     pt.resume("old", target=local_target, fork="new", num_samples=2)
     with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
-        remove_experiment.fn(local_target, Removal(experiment="old"))
-    assert remove_experiment.fn(local_target, Removal(experiment="new")) > 0
+        delete_experiment("old", target=local_target)
+    assert delete_experiment("new", target=local_target) > 0
     assert not objects(local_target, "new")
     assert objects(local_target, "old/trials/00000/checkpoints") == before
     assert len(searched(local_target, num_samples=2).trials) == 2
-    assert remove_experiment.fn(local_target, Removal(experiment="old")) > 0
+    assert delete_experiment("old", target=local_target) > 0
     assert not objects(local_target, "old")

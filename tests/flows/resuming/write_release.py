@@ -54,9 +54,9 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in, requests_folder
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.maintenance.delete_experiment import delete_experiment
 from prefect_tune.results.results import load_results
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
 from prefect_tune.tasks.publish_results import read_curves
 from prefect_tune.tuner.stopping.send_stop_request import stop
 
@@ -221,7 +221,7 @@ def write_searches(target: pt.LocalTarget) -> None:
     tuned(target, "warm", samples_per_run=2, warm_start=["asha"])
     pt.resume("asha", target=target, fork="fork", num_samples=7)
     pt.resume("asha", target=target, fork="gone", num_samples=6)
-    remove_experiment.fn(target, Removal(experiment="gone"))
+    delete_experiment("gone", target=target)
 
 
 def trained(target: pt.LocalTarget, experiment: str, steps: int) -> None:

@@ -78,4 +78,7 @@ def test_training_time_counts_over_all_attempts(trouble: Trouble) -> None:
 
 def test_a_trainable_may_say_itself_that_it_is_done(trouble: Trouble) -> None:
     trouble.config["done_at"] = 6
-    assert trouble.run(steps=None).step == 6
+    for _ in range(2):
+        result = trouble.run(steps=None)
+        assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 6, 1)
+    assert trouble.acts("begin") == list(range(1, 7))

@@ -22,7 +22,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until
-from tests.flows.training import experiment_at
+from tests.flows.training import experiment_at, statuses
 from tests.trainables.moody import Moody
 from tests.trainables.witness import acts_of
 
@@ -181,10 +181,6 @@ def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTa
 def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {"target": target, "experiment": "e", "metric": "loss", "max_concurrent_trials": 1}
     return pt.tune(MOODY, **{**common, **options})
-
-
-def statuses(results: pt.Results) -> list[str]:
-    return [str(each.status) for each in results.trials.values()]
 
 
 def test_so_many_failures_end_the_experiment_until_it_is_asked_for_more(target: pt.LocalTarget) -> None:

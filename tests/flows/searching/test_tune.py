@@ -12,6 +12,7 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events.experiment_events import Finished
 from tests.fakes.searches.failed_searches import results_of_failed
+from tests.flows.training import statuses
 from tests.trainables.moody import Moody, differently, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -31,10 +32,6 @@ def searched(folder: Path, trainable: Any = Moody, **options: Any) -> pt.Results
         "num_samples": 1,
     }
     return pt.tune(trainable, **{**common, **options})
-
-
-def statuses(results: pt.Results) -> list[str]:
-    return [str(each.status) for each in results.trials.values()]
 
 
 def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Path) -> None:
@@ -148,8 +145,11 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
     [
         ({"num_samples": 0}, "num_samples: expected 1 or more"),
         ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
-        ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
-        ({"grace_period_seconds": -1}, "grace_period_seconds: expected 0 or more"),
+        ({"time_budget_seconds": -1}, "time_budget_seconds: Input should be greater than 0, found -1"),
+        ({"time_budget_seconds": float("nan")}, "time_budget_seconds: Input should be .*, found nan"),
+        ({"time_budget_seconds": float("inf")}, "time_budget_seconds: Input should be less than .*, found inf"),
+        ({"silence_timeout_seconds": 1e300}, r"silence_timeout_seconds: Input should be less than .*, found 1e\+300"),
+        ({"grace_period_seconds": -1}, "grace_period_seconds: Input should be greater than or equal to 0"),
         ({"scheduler": "ASAH"}, "scheduler: unknown name 'ASAH'; .* did you mean 'ASHA'"),
         ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
         ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),

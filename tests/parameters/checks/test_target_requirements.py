@@ -13,7 +13,8 @@ from prefect.task_runners import ProcessPoolTaskRunner
 import prefect_tune as pt
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.executors.launchers import DeploymentLauncher
-from tests.flows.searching.test_tune import searched, statuses
+from tests.flows.searching.test_tune import searched
+from tests.flows.training import statuses
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

@@ -28,7 +28,9 @@ def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_befo
     for step in range(1, 6):
         caller.save(step)
     assert caller.delete(5) == caller.delete(4) == 2
-    gone_back = trial_of(caller)
+    gone_back, restored = trial_of(caller), caller.restore()
+    assert restored is not None
+    assert restored.step == 3
     assert (gone_back.step, gone_back.metrics, gone_back.status) == (3, {"loss": 1 / 3}, Status.RUNNING)
     assert (gone_back.attempt, gone_back.wasted_steps) == (3, 2)
     caller.save(5, "otherwise", metrics={"loss": 9.0})  # the trial continues and saves every second step

@@ -11,6 +11,7 @@ import prefect_tune as pt
 from prefect_tune.tasks.public import restore_checkpoint, similar_names
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
+from tests.tasks.public.test_checkpoints import spoil
 
 NEWEST_ONLY = pt.Retention(last=1)
 
@@ -126,10 +127,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
 ) -> None:
     caller.save(1)
     caller.save(2)
-    newest = caller.state().trial("trial").checkpoints[-1].sequence
-    for path, data in caller.bucket.objects.items():
-        if "/blobs/" in path and path.endswith(f"-{newest:010d}"):
-            caller.bucket.objects[path] = bytes(len(data))
+    spoil(caller, 2)
 
     def refused(*_: object, **__: object) -> None:
         raise pt.StoreRefused("read only")

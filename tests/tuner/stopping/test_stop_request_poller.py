@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -16,6 +15,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner.stopping import stop_request_poller
 from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+from tests.fakes.trial_processes import until
 
 
 class AwayBucket(Bucket):
@@ -43,15 +43,9 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
         caplog.at_level(logging.WARNING, "prefect_tune"),
         StopRequestPoller(BucketTarget(name="away"), "e", 0, often, stop) as poller,
     ):
-        _until(lambda: bucket.reads > 3)
+        until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
         assert poller.take() == []
         bucket.is_there = True
-        _until(lambda: not poller._found.empty())
+        until(lambda: not poller._found.empty(), seconds=60, what=lambda: "the request")
         assert poller.take() == [request]
     assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]
-
-
-def _until(happens: object) -> None:
-    assert callable(happens)
-    while not happens():
-        time.sleep(0.005)  # the test's timeout ends it

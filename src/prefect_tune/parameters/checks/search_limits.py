@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from prefect.logging import get_run_logger
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_stoppers import RAYS_NAMES, Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -79,13 +78,9 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
 
 
 def require_possible(plan: TrialSpec) -> None:
-    """Check a plan before anything is written.
+    """Check the sync settings of a plan before anything is written.
 
     Raises:
-        InvalidInput: a period is negative or zero where it may not be, or the artifacts' sync settings are invalid.
+        InvalidInput: the syncer or the upload target is invalid.
     """
     TrialArtifacts(plan, Path(), get_run_logger())
-    if plan.grace < timedelta(0):
-        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
-    if plan.silence is not None and plan.silence <= timedelta(0):
-        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")

@@ -17,17 +17,19 @@ def runner_elsewhere() -> TaskRunner[Any] | None:
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
-def require_one_runner(uri: str, *, exploiting: str, elsewhere: str) -> None:
-    """Refuse a search in which two processes could write one journal at once; call it before the search starts.
+def require_one_runner(uri: str, *, exploiting: str = "", elsewhere: str = "") -> None:
+    """Refuse a flow in which two processes could write one journal at once; call it before anything is written.
 
     Args:
         uri: of the target, which has no atomic create-if-absent.
         exploiting: name of a scheduler whose trials clone each other's checkpoints; empty for any other scheduler.
-        elsewhere: what runs the trials outside this process, such as a task runner; empty if this process does.
+        elsewhere: what runs the trials outside this process, if it is not the flow's task runner.
 
     Raises:
-        InvalidInput: `exploiting` or `elsewhere` is not empty.
+        InvalidInput: `exploiting` or `elsewhere` is not empty, or the flow's task runner has other processes.
     """
+    if not elsewhere and (runner := runner_elsewhere()) is not None:
+        elsewhere = f"task runner: {type(runner).__name__}"
     if exploiting:
         why = "its trials clone each other's checkpoints, and write that into each other's journals"
         _refuse(

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -25,13 +24,12 @@ from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import results_path
-from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.tasks.on_target import on_target
 
 __all__ = ["StopOutcome", "stop"]
 
-_TIMEOUT = timedelta(minutes=2)
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _T = TypeVar("_T")
 
@@ -118,7 +116,8 @@ class _Asking:
             if is_lost(state, request, number):
                 number = self._asked(state, request)
             outcome = self._outcome(state, request)
-            if outcome.status not in ("stopping", "unanswered") or time.monotonic() + pause_seconds > until:
+            may_wait = time.monotonic() + pause_seconds <= until  # never, if the wait is no number
+            if outcome.status not in ("stopping", "unanswered") or not may_wait:
                 return outcome
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -151,11 +150,7 @@ class _Asking:
         return self._on_store(look)
 
     def _on_store(self, act: Callable[[ObjectStore], _T]) -> _T:
-        def acted() -> _T:
-            with self._target.open(timeout=_TIMEOUT) as store:
-                return act(store)
-
-        return with_retries(acted)
+        return on_target(self._target, act)
 
     def _checked(self, state: Experiment) -> Experiment:
         where = f"experiment {self._name!r} at {self._target.uri}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
@@ -14,24 +14,24 @@ from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.terminal.formatting import visible
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
 
-class Outside(Protocol):
-    """Interruptions and stop requests from outside the search."""
+class Outside:
+    """Interruptions of the process, and stop requests; there are no requests for a single training."""
 
-    def is_interrupted(self) -> bool:
-        """Whether the process is to end."""
-        ...
+    def __init__(self, interrupted: threading.Event) -> None:
+        self.is_interrupted = interrupted.is_set
+        """Returns whether the process is to end."""
 
     def take(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
-        ...
+        return ()
 
     def journaled(self, count: int) -> None:
         """Take note that the journal names the first `count` requests."""
-        ...
 
 
 class Stopping:
@@ -90,17 +90,17 @@ class Stopping:
 
     def _handle(self, asked: StopAsked) -> None:
         if asked.refused:
-            self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
+            self._log.warning("stop request ignored: %s (%s)", asked.refused, visible(asked.reason))
             self._pending_entry.put(asked)
         elif asked.trial is None:
             self._end(asked)
         else:
-            self._log.warning("trial %s saves and ends: %s", asked.trial, asked.reason)
+            self._log.warning("trial %s saves and ends: %s", asked.trial, visible(asked.reason))
             self._pending_entry.put(asked)
             self._stop_trial(asked.trial)
 
     def _end(self, asked: StopAsked) -> None:
-        self._log.warning("%s: every trial saves and ends, and can be resumed", asked.reason)
+        self._log.warning("%s: every trial saves and ends, and can be resumed", visible(asked.reason))
         self._pending_entry.put(asked)
         self.ends = True
 

@@ -14,13 +14,14 @@ from typing import Self
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.messages.stop_requests import StopRequest, delete_journaled, read_request
+from prefect_tune.tuner.stopping.stop_handling import Outside
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
 _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
 
 
-class StopRequestPoller:
+class StopRequestPoller(Outside):
     """Reads the requests after number `journaled_count`; deletes acknowledged ones.
 
     It looks with one GET per `sync_period`, at least every 5 s and at most every 0.5 s. Entering it reads the requests
@@ -36,12 +37,12 @@ class StopRequestPoller:
         sync_period: timedelta,
         interrupted: threading.Event,
     ) -> None:
+        super().__init__(interrupted)
         self._target = target
         self._experiment = experiment
         self._read_count = journaled_count
         self._journaled_count = journaled_count
         self._period = min(_LONGEST_PERIOD, max(_SHORTEST_PERIOD, sync_period))
-        self._interrupted = interrupted
         self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._fails = False
@@ -56,10 +57,6 @@ class StopRequestPoller:
         """Stop polling, and delete acknowledged requests; wait at most 1 s for the target."""
         self._closed.set()
         self._thread.join(_MOMENT.total_seconds())
-
-    def is_interrupted(self) -> bool:
-        """Whether the process is to end."""
-        return self._interrupted.is_set()
 
     def take(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""

@@ -1,0 +1,50 @@
+"""A pending entry of an experiment whose journal is a list, in a search without a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+class WrittenEntries:
+    """A journal that is a list."""
+
+    def __init__(self) -> None:
+        self.entries: list[Sequence[Event]] = []
+
+    def __call__(
+        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None
+    ) -> Experiment:
+        self.entries.append(tuple(events))
+        for event in events:
+            state = after_event(state, event, state.number + 1)
+        return state.model_copy(update={"number": state.number + 1})
+
+
+def random_policy() -> SearchPolicy:
+    return SearchPolicy(RandomSearch(9).begin({}, LOSS, 1), FIFO().begin(LOSS, 1))
+
+
+def pending_entry(
+    written: WrittenEntries,
+    policy: SearchPolicy,
+    listener: SearchObserver | None = None,
+    period: timedelta = timedelta(0),
+) -> PendingEntry:
+    target = LocalTarget(path="/nowhere")
+    journal_writer = JournalWriter(target, nothing_yet("e"), written, lambda _events, _state: None)
+    return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period)

@@ -1,0 +1,107 @@
+"""Forms, questions, log lines and errors with texts from a journal that other users may have written."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_map import TrialMap
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal_events.event_fields import QuarantinedCheckpoint
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Questioned
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.suspension import suspend_loop
+from prefect_tune.suspension.resume_forms import form_of_question, page_of
+from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.tuner import failed_search_error, run_training
+
+trial_attempt = importlib.import_module("prefect_tune.tasks.trial_attempt")
+
+_MARKUP = "![x](http://theirs) <img src=x>"
+_ASKED = Questioned(
+    trial="00000", key="k", question=f"Continue?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5}
+)
+
+
+def test_a_question_is_text_in_the_form_and_no_markup() -> None:
+    form = form_of_question(_ASKED, "e", why=_MARKUP)
+    said = str(getattr(form, "_description", None))
+    assert "Continue?\n\\!\\[x\\]" in said
+    assert "![" not in said
+    assert said.count("\\<img") == 2
+
+
+def test_what_a_journal_says_of_the_code_is_text_on_the_page() -> None:
+    page = page_of(Experiment(key=JournalKey(experiment="e")), "s3://b", None, _MARKUP)
+    assert "![" not in page
+    assert "\\!\\[x\\]" in page
+
+
+def test_a_question_gives_the_terminal_no_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[str] = []
+
+    def typed(prompt: str) -> str:
+        prompts.append(prompt)
+        return ""
+
+    monkeypatch.setattr("builtins.input", typed)
+    asked_in_terminal(_ASKED.model_copy(update={"fields": {"go\x1b[2J": True}}))
+    assert "\\x1b]0;title\\x07" in (said := capsys.readouterr().out)
+    assert "\x1b" not in said + "".join(prompts)
+
+
+def test_the_log_of_a_question_gives_the_terminal_no_commands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Answered(Exception):
+        """The answer of a person ends the wait."""
+
+    def answers(*_: object) -> None:
+        raise Answered
+
+    asking = Experiment(key=JournalKey(experiment="e"), questions={"00000": _ASKED})
+    monkeypatch.setattr(suspend_loop, "get_run_logger", lambda: logging.getLogger("a run"))
+    monkeypatch.setattr(suspend_loop, "is_suspended", lambda: False)
+    monkeypatch.setattr(sys, "stdin", None)
+    for way, is_deployed in (("leave_with", True), ("pause_with", False)):
+        monkeypatch.setattr(suspend_loop, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
+        monkeypatch.setattr(suspend_loop, way, answers)
+        with pytest.raises(Answered):
+            suspend_loop._answers_of_persons(asking, lambda: form_of_question(_ASKED, "e"))
+    assert caplog.text.count("\\x1b]0;title\\x07") == 2
+    assert "\x1b" not in caplog.text
+
+
+def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
+    caplog.set_level(logging.INFO)
+    ended = Trial(trial="trial", config={}, status=Phase.FINISHED, reason="done\x1b]0;title\x07")
+    state = Experiment(key=JournalKey(experiment="e"), trials=TrialMap.of([ended]))
+    plan = SimpleNamespace(spec=SimpleNamespace(target=LocalTarget(path="/runs")))
+    run_training._say_where_it_stands(plan, state, is_done=True)
+    assert "done\\x1b]0;title\\x07" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
+    errored = Trial(trial="00000", config={}, status=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
+    place = SimpleNamespace(name="e", uri="s3://b")
+    said = failed_search_error._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
+    assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
+
+
+def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
+    bad = QuarantinedCheckpoint(checkpoint=CheckpointRef(step=3, sequence=1), since=1, reason="bad\x1b]0;title\x07")
+    trial_attempt._say_what_is_aside(Trial(trial="t", config={}, aside=(bad,)), logging.getLogger("a run"))
+    assert "bad\\x1b]0;title\\x07" in caplog.text
+    assert "\x1b" not in caplog.text
