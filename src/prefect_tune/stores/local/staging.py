@@ -38,16 +38,26 @@ def transfer_pool(workers: int = TRANSFERS) -> Iterator[ParallelMap]:
             if len(first) == 1:  # for a single call, a thread costs more than it saves
                 yield function(first[0])
                 return
-            running: list[Future[_Out]] = [pool.submit(function, item) for item in first]
+            running = [_begun(pool, function, item) for item in first]
             try:
                 while running:
                     yield running.pop(0).result()
-                    running.extend(pool.submit(function, item) for item in islice(waiting, 1))
+                    running.extend(_begun(pool, function, item) for item in islice(waiting, 1))
             finally:
                 for future in running:
                     future.cancel()
 
         yield windowed
+
+
+def _begun(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
+    """Begin a call in the pool; make it here where no thread can be started, as after the end of the main thread."""
+    try:
+        return pool.submit(function, item)
+    except RuntimeError:
+        made: Future[_Out] = Future()
+        made.set_result(function(item))
+        return made
 
 
 class StagedFiles:
