@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,6 +80,11 @@ class ObjectTarget(StorageTarget, ABC):
         if endpoint := location.endpoint:
             fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}  # it says so
         return cls(**fields)
+
+    @property
+    def _prefix_in_uri(self) -> str:
+        """The prefix with those characters quoted that would end the path of a URI, or begin a quoted one."""
+        return re.sub("[%?#]", lambda found: quote(found[0]), self.prefix)
 
     def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
         """Return `place` with endpoint, region and `anonymous` as query options; credentials are left out."""
