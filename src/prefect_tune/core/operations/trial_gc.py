@@ -262,7 +262,10 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
     """
     found = _ended(_state(store, trial, side_by_side), trial, known)
     if found is not None and (claimed := _claimed(trial, found, policy)):
-        found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
+        try:
+            found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
+        except Superseded:
+            return ()  # its experiment was deleted meanwhile
     if found is None or not _prunable(found, policy, needed):
         return ()
     said: Sequence[Pruned] = ()
