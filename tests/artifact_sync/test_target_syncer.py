@@ -89,6 +89,22 @@ def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, mo
     syncer.wait_or_retry(backoff_s=0.2)
 
 
+def test_where_no_thread_can_be_started_the_sync_has_failed_and_can_be_retried(
+    syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr("threading.Thread.start", _refused)
+        syncer.sync_up(str(local), REMOTE)
+        with pytest.raises(TuneError, match="can't start new thread"):
+            syncer.wait(timeout=0)
+    syncer.wait_or_retry(backoff_s=0)
+    assert fetched(bucket, tmp_path) == FILES
+
+
+def _refused(_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)

@@ -204,18 +204,22 @@ class TargetSyncer(Syncer):
                 del self._failed[failed]
             if command != self._last_for(command.remote):
                 self._queue.append(command)
-            if self._running is None:
-                self._begin()
+            self._begin()
         return True
 
     def _last_for(self, remote: str) -> _Command | None:
         return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
 
     def _begin(self) -> None:
-        """Begin the next command in a non-daemon thread: the interpreter waits for it at exit."""
-        self._running = self._queue.popleft()
-        self._began_seconds = self._clock()
-        threading.Thread(target=self._run, args=(self._running,), name=f"{self._running}").start()
+        """Begin the next command, if none runs, in a non-daemon thread: the interpreter waits for it at exit."""
+        while self._queue and self._running is None:
+            command = self._running = self._queue.popleft()
+            self._began_seconds = self._clock()
+            try:
+                threading.Thread(target=self._run, args=(command,), name=f"{command}").start()
+            except RuntimeError as error:  # this process may have no more threads
+                self._running = None
+                self._note(command, error)
 
     def _run(self, command: _Command) -> None:
         error: Exception | None = TuneError("its thread was ended")
@@ -228,8 +232,7 @@ class TargetSyncer(Syncer):
             with self._state:
                 self._note(command, error)
                 self._running = None
-                if self._queue:
-                    self._begin()
+                self._begin()
                 self._state.notify_all()
 
     def _note(self, command: _Command, error: Exception | None) -> None:
