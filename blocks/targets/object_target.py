@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.locations.open_location import ENDPOINT_OPTIONS, Location
 
@@ -57,7 +57,7 @@ class ObjectTarget(StorageTarget, ABC):
     @classmethod
     def _relative_folder(cls, prefix: str) -> str:
         folder = prefix.strip("/")
-        if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
+        if folder and not is_inside(folder):
             raise ValueError(f"expected a folder without empty parts, '.' and '..', found {prefix!r}")
         return folder
 

@@ -18,7 +18,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.local.artifact_transfer import (
     Sent,
     Writer,
@@ -284,7 +284,7 @@ class TargetSyncer(Syncer):
             if folder == place or not folder.startswith("/") or given not in ("", options):
                 raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
         folder = folder.strip("/")
-        if any(part in ("", ".", "..") for part in folder.split("/")):
+        if not is_inside(folder):
             raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
         return self._target, folder
 

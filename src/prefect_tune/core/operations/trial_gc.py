@@ -35,9 +35,9 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import claims_over, clear, settle
 from prefect_tune.core.recovery.stale_reads import OutdatedStateError, journal_of
+from prefect_tune.core.storage.conditional_create import ONE_WRITER
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.storage.shared_writers import ONE_WRITER
 
 _WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
 

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from prefect_tune.core.checkpoints.chunking import FileStat, Piece
 from prefect_tune.core.checkpoints.commit import ParallelMap
+from prefect_tune.core.checkpoints.comparison import has_same_files
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
@@ -159,6 +160,15 @@ def _require_portable(entry: os.DirEntry[str]) -> None:
         raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
     if not (entry.is_file() or entry.is_dir()):
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
+
+
+def holds_exactly(manifest: Manifest, directory: Path) -> bool:
+    """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""
+    try:
+        with transfer_pool() as readers:
+            return has_same_files(manifest, StagedFiles(directory), side_by_side=readers)
+    except (InvalidInput, StagedFilesChanged):
+        return False
 
 
 class DirectorySink:
