@@ -17,7 +17,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.stores.posix.posix_errors import UNSUPPORTED
 from prefect_tune.stores.posix.posix_store import PosixStore
-from prefect_tune.stores.posix.syscalls import OsCalls
+from prefect_tune.stores.posix.syscalls import FileSystemCalls
 from tests.fakes.servers.processes import until_mounted
 
 CANNOT = sorted(UNSUPPORTED)
@@ -33,7 +33,7 @@ NEEDED = {
 """The system calls that each operation of a store needs."""
 
 
-class Failing(OsCalls):
+class Failing(FileSystemCalls):
     """The kernel's calls, one of which always fails."""
 
     def __init__(self, call: str, number: int) -> None:
@@ -58,7 +58,7 @@ def _acts(store: PosixStore) -> dict[str, Callable[[], object]]:
     }
 
 
-def _error(root: Path, act: str, calls: OsCalls) -> TuneError:
+def _error(root: Path, act: str, calls: FileSystemCalls) -> TuneError:
     if not root.exists():
         root.mkdir()
         PosixStore(root).put("old/object", b"old")
@@ -95,7 +95,7 @@ def test_a_file_system_that_answers_each_link_with_an_input_output_error_has_non
 
 
 def test_an_input_output_error_of_one_link_is_no_answer(tmp_path: Path) -> None:
-    class FailsOnce(OsCalls):
+    class FailsOnce(FileSystemCalls):
         tries = 0
 
         def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None:

@@ -20,7 +20,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.publish import Publisher, Temporary, discard, settle, status_at
-from prefect_tune.stores.posix.syscalls import FileSystemCalls, OsCalls, named
+from prefect_tune.stores.posix.syscalls import FileSystemCalls, named
 from prefect_tune.stores.posix.temp_file_cleanup import LEFTOVER_AFTER, Sweeps, remove_leftovers
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
@@ -50,7 +50,7 @@ class PosixStore:
     ) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
-        self._calls = named(calls or OsCalls())
+        self._calls = named(calls or FileSystemCalls())
         self._publisher = Publisher(self._calls, root)
         self._sweeps = sweeps or Sweeps()
         self._identity: tuple[int, int] | None = None
@@ -328,7 +328,7 @@ def make_root(root: Path) -> None:
             folder.mkdir(exist_ok=True)
             above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                OsCalls().fsync_folder(above)
+                FileSystemCalls().fsync_folder(above)
             finally:
                 os.close(above)
         if not root.is_dir():
