@@ -20,7 +20,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, delete_everything, receive_artifacts, send_artifacts
-from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
+from tests.fakes.artifacts import FILES, REMOTE, Bucket, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.servers.s3_sink import S3Sink
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
@@ -262,20 +262,8 @@ def test_two_writers_never_mix_and_the_last_one_counts(local: Path, tmp_path: Pa
     assert fetched(store, tmp_path) == FILES
 
 
-class _Raced(MemoryStore):
-    """Another writer takes the number at the last moment."""
-
-    rival: Path | None = None
-
-    def create(self, path: str, data: Buffer) -> None:
-        if self.rival is not None:
-            rival, self.rival = self.rival, None
-            send_artifacts(self, REMOTE, rival, (), Sent())
-        super().create(path, data)
-
-
 def test_a_sync_that_another_writer_came_before_is_made_again_on_top_of_it(local: Path, tmp_path: Path) -> None:
-    store = _Raced()
+    store = Raced()
     store.rival = write(tmp_path / "other", {"log.txt": FILES["log.txt"], "theirs.txt": b"theirs"})
     sent = send_artifacts(store, REMOTE, local, (), Sent())
     assert sent.index

@@ -99,8 +99,8 @@ class DeletedAt(MemoryStore):
     """A store of which everything is deleted before the n-th look for an object."""
 
     def __init__(self, was: MemoryStore, nth: int) -> None:
-        super().__init__()
-        self.objects, self.looks_left = dict(was.objects), nth
+        super().__init__(was.objects)
+        self.looks_left = nth
 
     def size(self, path: str) -> int | None:
         self.looks_left -= 1
