@@ -31,10 +31,8 @@ def has_same_files(manifest: Manifest, source: Source, *, side_by_side: Parallel
 def _chunks(manifest: Manifest, source: Source) -> Iterator[tuple[Piece, ChunkRef]]:
     indexes = {file.path: index for index, file in enumerate(source.files)}
     for file in manifest.files:
-        offset = 0
-        for chunk in file.chunks:
+        for offset, chunk in file.placed_chunks():
             yield Piece(indexes[file.path], offset, chunk.length), chunk
-            offset += chunk.length
 
 
 def _is_chunk(source: Source, piece: Piece, chunk: ChunkRef) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -50,6 +50,13 @@ class FileRef(Value):
         if found != self.size_bytes:
             raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {found}")
         return self
+
+    def placed_chunks(self) -> Iterator[tuple[int, ChunkRef]]:
+        """Yield each chunk after its offset in the file."""
+        offset = 0
+        for chunk in self.chunks:
+            yield offset, chunk
+            offset += chunk.length
 
 
 class About(Value):

@@ -64,7 +64,7 @@ class ArrowStore:
                 self._filesystem.create_dir(self._root, recursive=True)
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`. Atomic only while no other process writes."""
+        """Atomic only while no other process writes."""
         place = f"{self._filesystem.type_name} {self._full(path)}"
         with one_at_a_time(place, f"create of {path!r}", self._deadline):
             self._create(path, data)
@@ -82,14 +82,13 @@ class ArrowStore:
             raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer only")
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. An existing object of the same size is not written again."""
+        """An existing object of the same size is not written again."""
         if self.size(path) == memoryview(data).nbytes:
             return
         staged = self._staged(path, data, f"put of {path!r}")
         self._publish(staged, path, data, f"put of {path!r}")
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        """See `ObjectStore.read`."""
         full = self._full(path)
         what = f"read of {path!r}"
         self._deadline.check(what)
@@ -108,7 +107,6 @@ class ArrowStore:
         return found
 
     def size(self, path: str) -> int | None:
-        """See `ObjectStore.size`."""
         full = self._full(path)
         with self._store_errors(f"size of {path!r}"):
             size_bytes = self._size_of(full)
@@ -117,7 +115,6 @@ class ArrowStore:
         return size_bytes
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
         base = self._full(folder) if folder else self._root
         with self._store_errors(f"list of {prefix!r}"):
@@ -132,7 +129,6 @@ class ArrowStore:
         return sorted(wanted, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`."""
         fulls = [self._full(path) for path in paths]
         for full in fulls:
             with self._store_errors(f"delete of {full!r}"):

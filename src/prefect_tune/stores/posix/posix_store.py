@@ -60,13 +60,12 @@ class PosixStore:
         return True
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._operation("create", path) as root, self._temporary(root, data) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. An existing object of the same size is not written again."""
+        """An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
@@ -75,7 +74,6 @@ class PosixStore:
                 self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """See `ObjectStore.read`."""
         with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
             end = size_bytes if length is None else min(size_bytes, offset + length)
             pieces: list[bytes] = []
@@ -89,12 +87,10 @@ class PosixStore:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def size(self, path: str) -> int | None:
-        """See `ObjectStore.size`."""
         with self._operation("size", path) as root:
             return self._size(root, path)
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
         with self._operation("list", prefix) as root, ExitStack() as opened:
             start = self._walk(opened, root, folder)
@@ -102,7 +98,7 @@ class PosixStore:
         return sorted(found, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`. Folders that become empty are removed too."""
+        """Folders that become empty are removed too."""
         split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
         with self._operation("delete", ", ".join(paths[:3])) as root:
             for folder, of_folder in groupby(split, key=lambda of: of[0]):
