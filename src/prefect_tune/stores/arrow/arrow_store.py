@@ -39,15 +39,19 @@ class ArrowStore:
     On a file system that is not an object storage, an object is written under a hidden name and then moved, so
     that a failed write leaves no partial object. Every write compares the size that the target then shows.
 
+    A missing root is an error; with `makes_root` it counts as empty, and the first write makes it (never a bucket).
+
     The deadline is checked between calls. A call that hangs can only be ended by `IsolatedStore`, from outside.
     """
 
-    def __init__(self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None, makes_root: bool = False
+    ) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._deadline = deadline or Deadline.never()
         self._is_whole_or_nothing = filesystem.type_name in _WHOLE_OR_NOTHING
-        self._root_was_seen = False
+        self._root_was_seen = makes_root and filesystem.type_name not in _BUCKETS
         self._has_swept = False
         # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
         handler = getattr(filesystem, "handler", None)
@@ -56,12 +60,6 @@ class ArrowStore:
     @property
     def conditional_create(self) -> bool:
         return False
-
-    def make_root(self) -> None:
-        """Create the root folder if it is missing. A bucket is never created."""
-        if self._filesystem.type_name not in _BUCKETS and self._root:
-            with self._store_errors(f"making {self._root}"):
-                self._filesystem.create_dir(self._root, recursive=True)
 
     def create(self, path: str, data: Buffer) -> None:
         """Atomic only while no other process writes."""
@@ -266,7 +264,7 @@ class ArrowStore:
 
 
 def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None) -> ArrowStore:
-    """Open the folder `root`, and make it if need be, with fsspec's file system for `scheme`.
+    """Open the folder `root`, which the first write makes if it is missing, with fsspec's file system for `scheme`.
 
     Raises:
         StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.
@@ -278,6 +276,4 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
         filesystem = fsspec.filesystem(scheme, **(options or {}))
     except Exception as error:  # fsspec's clients have no common class of errors
         raise as_arrow_error(error, f"opening {scheme}://") from error
-    store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(filesystem)), root)
-    store.make_root()
-    return store
+    return ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(filesystem)), root, makes_root=True)
