@@ -20,6 +20,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, delete_everything, receive_artifacts, send_artifacts
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.artifacts import FILES, REMOTE, Bucket, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.servers.s3_sink import S3Sink
@@ -134,6 +135,15 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     (local / "new\nline").write_text("x")
     send_artifacts(bucket, REMOTE, local, (), Sent())
     assert fetched(bucket, tmp_path) == {**FILES, "plots/latest": FILES["log.txt"]}
+
+
+def test_a_large_file_with_the_longest_name_of_a_file_system_is_sent_to_one(tmp_path: Path) -> None:
+    files = {"界" * 85: bytes(range(256)) * 65_537}
+    for folder in ("local", "target"):
+        (tmp_path / folder).mkdir()
+    store = PosixStore(tmp_path / "target")
+    send_artifacts(store, REMOTE, write(tmp_path / "local", files), (), Sent())
+    assert fetched(store, tmp_path) == files
 
 
 def test_a_local_link_cannot_lead_a_sync_down_astray(bucket: Bucket, local: Path, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def _is_sendable(path: str) -> bool:
 
 def _portable(name: str) -> str:
     """Return a name that every object store takes as the last part of a path."""
-    return name[-100:]
+    return name.encode()[-100:].decode(errors="ignore")  # names are limited in bytes
 
 
 def _name(path: str) -> str:
