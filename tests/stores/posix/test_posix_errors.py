@@ -15,6 +15,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.stores.local.directories import replace_file
 from prefect_tune.stores.posix.posix_errors import UNSUPPORTED
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.stores.posix.syscalls import FileSystemCalls
@@ -120,6 +121,8 @@ def test_a_folder_that_has_nothing_to_sync_and_a_file_system_without_locks_will_
     store.put("folder/object", b"12")
     store.delete(["folder/object"])
     assert store.list("") == []
+    replace_file(tmp_path / "metadata.json", b"{}")
+    assert (tmp_path / "metadata.json").read_bytes() == b"{}"
 
 
 REFUSED = [

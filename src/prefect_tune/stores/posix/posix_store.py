@@ -20,7 +20,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.publish import Publisher, Temporary, discard, settle, status_at
-from prefect_tune.stores.posix.syscalls import FileSystemCalls, named
+from prefect_tune.stores.posix.syscalls import FileSystemCalls, named, sync_folder
 from prefect_tune.stores.posix.temp_file_cleanup import LEFTOVER_AFTER, Sweeps, remove_leftovers
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
@@ -322,11 +322,7 @@ def make_root(root: Path) -> None:
     try:
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
-            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                FileSystemCalls().fsync_folder(above)
-            finally:
-                os.close(above)
+            sync_folder(folder.parent)
         if not root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
     except OSError as error:

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 _NOTHING_TO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -118,6 +119,15 @@ class FileSystemCalls:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in `folder`, so that they survive a power cut."""
+    opened = os.open(folder, _FOLDER)
+    try:
+        FileSystemCalls().fsync_folder(opened)
+    finally:
+        os.close(opened)
 
 
 def named(calls: FileSystemCalls) -> FileSystemCalls:
