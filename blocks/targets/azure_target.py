@@ -81,8 +81,8 @@ class AzureTarget(ObjectTarget):
     def uri(self) -> str:
         account = self.account_name or self._secrets().get("account_name")
         if account is None:
-            return f"az://{self.container}/{self.prefix}".rstrip("/")
-        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self.prefix}".rstrip("/")
+            return f"az://{self.container}/{self._prefix_in_uri}".rstrip("/")
+        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_in_uri}".rstrip("/")
 
     def _connector(self) -> Callable[..., Any]:
         from obstore.store import AzureStore

@@ -58,6 +58,8 @@ class FsspecTarget(StorageTarget):
     @field_validator("location")
     @classmethod
     def _known_and_without_password(cls, uri: str) -> str:
+        import fsspec
+
         scheme, separator, _ = uri.partition("://")
         if not separator:
             raise ValueError("expected 'scheme://...'")
@@ -73,7 +75,7 @@ class FsspecTarget(StorageTarget):
             raise ValueError(
                 f"expected an absolute path, as in {scheme}:///folder: a relative one depends on the process"
             )
-        if scheme not in known_schemes():
+        if scheme not in fsspec.available_protocols():  # also those whose package is not installed
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
@@ -106,13 +108,6 @@ class FsspecTarget(StorageTarget):
         else:
             with IsolatedStore(factory, deadline=deadline) as store:
                 yield store
-
-
-def known_schemes() -> frozenset[str]:
-    """Return every scheme that fsspec knows, even if its package is not installed."""
-    import fsspec
-
-    return frozenset(fsspec.available_protocols())
 
 
 def implementation(scheme: str) -> Any:

@@ -70,7 +70,7 @@ class GcsTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        return self._uri(f"gs://{self.bucket}/{self.prefix}", endpoint=self.endpoint_url)
+        return self._uri(f"gs://{self.bucket}/{self._prefix_in_uri}", endpoint=self.endpoint_url)
 
     def _connector(self) -> Callable[..., Any]:
         from obstore.store import GCSStore

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.locations.open_location import ENDPOINT_OPTIONS, Location
 
@@ -57,7 +57,7 @@ class ObjectTarget(StorageTarget, ABC):
     @classmethod
     def _relative_folder(cls, prefix: str) -> str:
         folder = prefix.strip("/")
-        if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
+        if folder and not is_inside(folder):
             raise ValueError(f"expected a folder without empty parts, '.' and '..', found {prefix!r}")
         return folder
 
@@ -80,6 +80,11 @@ class ObjectTarget(StorageTarget, ABC):
         if endpoint := location.endpoint:
             fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}  # it says so
         return cls(**fields)
+
+    @property
+    def _prefix_in_uri(self) -> str:
+        """The prefix with those characters quoted that would end the path of a URI, or begin a quoted one."""
+        return re.sub("[%?#]", lambda found: quote(found[0]), self.prefix)
 
     def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
         """Return `place` with endpoint, region and `anonymous` as query options; credentials are left out."""

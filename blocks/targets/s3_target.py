@@ -75,7 +75,7 @@ class S3Target(ObjectTarget):
     def uri(self) -> str:
         endpoint = self.endpoint_url or endpoint_in(self.credentials)
         region = self.region or getattr(self.credentials, "region_name", None)
-        return self._uri(f"s3://{self.bucket}/{self.prefix}", endpoint=endpoint, region=region)
+        return self._uri(f"s3://{self.bucket}/{self._prefix_in_uri}", endpoint=endpoint, region=region)
 
     def _connector(self) -> Callable[..., Any]:
         from obstore.store import S3Store

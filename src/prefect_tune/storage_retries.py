@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -31,19 +31,21 @@ _UNSERVED_TRIES = 5
 """Retries of a target that has not served the run yet: 31 s in total, since a user may wait for the answer."""
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
-
-
 _abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
 
 
 @contextmanager
-def retrying_until(abandoned: threading.Event) -> Iterator[None]:
-    """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
-    token = _abandoned.set(abandoned)
+def _set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _abandoned.reset(token)
+        variable.reset(token)
+
+
+def retrying_until(abandoned: threading.Event) -> AbstractContextManager[None]:
+    """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
+    return _set_to(_abandoned, abandoned)
 
 
 def _is_abandoned() -> bool:
@@ -60,18 +62,13 @@ def _pause(seconds: float) -> None:
         event.wait(seconds)
 
 
-@contextmanager
-def retrying_refusals() -> Iterator[None]:
+def retrying_refusals() -> AbstractContextManager[None]:
     """Retry `StoreRefused` too in this context: for a run whose target has passed `check_target`.
 
     A target that has served a run refuses it later because something changed: credentials expired, a policy changed,
     a file system was remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
-    token = _retries_refusals.set(True)
-    try:
-        yield
-    finally:
-        _retries_refusals.reset(token)
+    return _set_to(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
 
 
 def may_pass(error: object) -> bool:

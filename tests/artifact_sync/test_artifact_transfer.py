@@ -20,7 +20,8 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, delete_everything, receive_artifacts, send_artifacts
-from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.artifacts import FILES, REMOTE, Bucket, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.servers.s3_sink import S3Sink
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
@@ -134,6 +135,15 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     (local / "new\nline").write_text("x")
     send_artifacts(bucket, REMOTE, local, (), Sent())
     assert fetched(bucket, tmp_path) == {**FILES, "plots/latest": FILES["log.txt"]}
+
+
+def test_a_large_file_with_the_longest_name_of_a_file_system_is_sent_to_one(tmp_path: Path) -> None:
+    files = {"界" * 85: bytes(range(256)) * 65_537}
+    for folder in ("local", "target"):
+        (tmp_path / folder).mkdir()
+    store = PosixStore(tmp_path / "target")
+    send_artifacts(store, REMOTE, write(tmp_path / "local", files), (), Sent())
+    assert fetched(store, tmp_path) == files
 
 
 def test_a_local_link_cannot_lead_a_sync_down_astray(bucket: Bucket, local: Path, tmp_path: Path) -> None:
@@ -262,20 +272,8 @@ def test_two_writers_never_mix_and_the_last_one_counts(local: Path, tmp_path: Pa
     assert fetched(store, tmp_path) == FILES
 
 
-class _Raced(MemoryStore):
-    """Another writer takes the number at the last moment."""
-
-    rival: Path | None = None
-
-    def create(self, path: str, data: Buffer) -> None:
-        if self.rival is not None:
-            rival, self.rival = self.rival, None
-            send_artifacts(self, REMOTE, rival, (), Sent())
-        super().create(path, data)
-
-
 def test_a_sync_that_another_writer_came_before_is_made_again_on_top_of_it(local: Path, tmp_path: Path) -> None:
-    store = _Raced()
+    store = Raced()
     store.rival = write(tmp_path / "other", {"log.txt": FILES["log.txt"], "theirs.txt": b"theirs"})
     sent = send_artifacts(store, REMOTE, local, (), Sent())
     assert sent.index

@@ -16,12 +16,11 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.storage.documents import Document, seal
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal
-from tests.fakes.artifacts import BUCKETS, REMOTE, Bucket, BucketTarget, fetched
+from tests.fakes.artifacts import REMOTE, Bucket, BucketTarget, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -51,20 +50,9 @@ def test_what_a_later_attempt_has_shown_is_neither_replaced_nor_deleted(stale: P
     assert store.objects == there
 
 
-class _Raced(MemoryStore):
-    """A later attempt publishes its files at the last moment."""
-
-    rival: Path | None = None
-
-    def create(self, path: str, data: Buffer) -> None:
-        if self.rival is not None:
-            rival, self.rival = self.rival, None
-            send_artifacts(self, REMOTE, rival, (), Sent(), writer=SECOND)
-        super().create(path, data)
-
-
 def test_nor_does_a_race_for_the_number_replace_it(stale: Path, later: Path, tmp_path: Path) -> None:
-    store = _Raced()
+    store = Raced()
+    store.writer = SECOND
     before = send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
     (stale / "log.txt").write_bytes(b"one goes on")
     store.rival = later
@@ -112,12 +100,6 @@ def test_an_index_that_says_no_attempt_is_read_and_gone_on_from(stale: Path, tmp
 
 
 # ---------------------------------------------------------------------------------------- within an attempt
-
-
-@pytest.fixture
-def bucket(request: pytest.FixtureRequest) -> Bucket:
-    BUCKETS[request.node.name] = Bucket()
-    return BUCKETS[request.node.name]
 
 
 @pytest.fixture

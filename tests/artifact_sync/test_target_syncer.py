@@ -22,6 +22,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import Buffer
 from tests.fakes.artifacts import BUCKETS, FILES, REMOTE, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import files_in
+from tests.fakes.stores.object_stores import until
 
 # ----------------------------------------------------------------------------------- one sync after the other
 
@@ -33,7 +34,7 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     for other in FILES.keys() - {"log.txt"}:
         (local / other).unlink()  # so that the first write is of the old log
     syncer.sync_up(str(local), REMOTE)
-    _until(lambda: bucket.writers > 0)
+    assert until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
     assert syncer.sync_up(str(local), REMOTE) is True
@@ -89,6 +90,22 @@ def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, mo
     syncer.wait_or_retry(backoff_s=0.2)
 
 
+def test_where_no_thread_can_be_started_the_sync_has_failed_and_can_be_retried(
+    syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr("threading.Thread.start", _refused)
+        syncer.sync_up(str(local), REMOTE)
+        with pytest.raises(TuneError, match="can't start new thread"):
+            syncer.wait(timeout=0)
+    syncer.wait_or_retry(backoff_s=0)
+    assert fetched(bucket, tmp_path) == FILES
+
+
+def _refused(_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
@@ -104,7 +121,7 @@ def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: B
 def test_a_delete_waits_for_the_upload_before_it(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
-    _until(lambda: bucket.writers > 0)
+    assert until(lambda: bucket.writers > 0)
     assert syncer.delete(REMOTE) is True
     bucket.gate.set()
     syncer.wait()
@@ -222,11 +239,3 @@ def test_a_pickled_syncer_keeps_its_settings_and_what_is_not_known_to_be_done(
     there.wait_or_retry(backoff_s=0)
     assert there.sync_up_if_needed(str(local), REMOTE) is None
     assert fetched(bucket, tmp_path) == FILES
-
-
-def _until(happens: object) -> None:
-    assert callable(happens)
-    until = time.monotonic() + 30
-    while not happens():
-        assert time.monotonic() < until
-        time.sleep(0.005)

@@ -8,10 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
-from tests.fakes.servers.moto_server import moto_server
+from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.processes import free_port, running
 
 KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
@@ -41,17 +40,8 @@ def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
     with moto_server() as url:
-        boto3.Session().client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
+        aws_client(url).create_bucket(Bucket="bucket")
         yield url
-
-
-def boto_options(url: str) -> dict[str, str]:
-    return {
-        "endpoint_url": url,
-        "region_name": "us-east-1",
-        "aws_access_key_id": KEYS["access_key_id"],
-        "aws_secret_access_key": KEYS["secret_access_key"],
-    }
 
 
 @pytest.fixture(scope="session")

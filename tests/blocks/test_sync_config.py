@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -37,14 +38,11 @@ def test_the_defaults_are_those_of_ray() -> None:
     assert (config.sync_artifacts, config.sync_on_checkpoint) == (True, True)
 
 
-def test_an_upload_dir_is_a_block_a_uri_or_nothing() -> None:
+def test_an_upload_dir_is_a_block_a_uri_a_path_or_nothing(tmp_path: Path) -> None:
     target = S3Target(bucket="bucket")
     assert SyncConfig().target() is None
     assert SyncConfig(upload_dir=target).target() is target
     assert SyncConfig(upload_dir="s3://bucket").target() == target
-
-
-def test_a_path_is_an_upload_dir(tmp_path: object) -> None:
     assert SyncConfig(upload_dir=tmp_path).target() == LocalTarget(path=str(tmp_path))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.local.artifact_transfer import receive_artifacts
+from prefect_tune.stores.local.artifact_transfer import Sent, Writer, receive_artifacts, send_artifacts
 from tests.fakes.checkpoints import files_in
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -43,6 +43,19 @@ class Bucket(MemoryStore):
             super().put(path, data)
         finally:
             self.writers -= 1
+
+
+class Raced(MemoryStore):
+    """Another writer publishes the files of the directory `rival` just before the next index is created."""
+
+    rival: Path | None = None
+    writer = Writer()
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.rival is not None:
+            rival, self.rival = self.rival, None
+            send_artifacts(self, REMOTE, rival, (), Sent(), writer=self.writer)
+        super().create(path, data)
 
 
 BUCKETS: dict[str, Bucket] = {}

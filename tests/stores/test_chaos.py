@@ -11,7 +11,6 @@ from functools import partial
 
 import pyarrow.fs as arrow
 import pytest
-from obstore.store import S3Store
 
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -28,9 +27,9 @@ from prefect_tune.stores.arrow.arrow_store import ArrowStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
-from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
 from tests.fakes.servers.s3_sink import Fault, SinkRequest
+from tests.fakes.stores.object_stores import object_store, until
 
 DATA = bytes(range(256)) * 64
 
@@ -48,24 +47,8 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _obstore(endpoint: str, *, seconds: float, request_seconds: float = 0.4) -> Iterator[ObjectStore]:
-    def connect(limit: timedelta) -> S3Store:
-        times = client_times(limit)
-        return S3Store(
-            "bucket",
-            prefix="root",
-            endpoint=endpoint,
-            region="us-east-1",
-            access_key_id="key",
-            secret_access_key="secret",
-            client_options={**times["client_options"], "allow_http": True},
-            retry_config=times["retry_config"],
-        )
-
-    store = ObstoreStore(
-        connect,
-        deadline=Deadline.after(timedelta(seconds=seconds)),
-        request_limit=timedelta(seconds=request_seconds),
-    )
+    limit = timedelta(seconds=request_seconds)
+    store = object_store(endpoint, seconds=seconds, request_limit=limit, prefix="root")
     yield store
     store.close()
 
@@ -280,13 +263,6 @@ def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
 # ------------------------------------------------------------- a client that does not know our deadline
 
 
-def _until(condition: Callable[[], bool], seconds: float = 5) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 @pytest.mark.parametrize("kind", [Fault.STALL, Fault.DRIP], ids=lambda kind: kind.name)
 def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(chaos: ChaosS3, kind: Fault) -> None:
     _furnish(chaos)
@@ -298,7 +274,7 @@ def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(cha
         assert time.monotonic() - began < seconds + 2
     _check_unavailable(outcomes, kind)
     assert sum(isinstance(error, DeadlineExceeded) for error in outcomes.values()) >= 6
-    assert _until(lambda: not chaos.connections)
+    assert until(lambda: not chaos.connections)
 
 
 _DEEP = (Fault.RESET, Fault.LOSE_REPLY, Fault.REFUSE_403, Fault.EXPIRE_403)

@@ -30,11 +30,12 @@ class SyncTimedOut(DeadlineExceeded, TimeoutError):
     """A sync did not end in time: retry it, or increase the timeout."""
 
 
-class Direction(Enum):
-    """The direction of a sync."""
+class Act(Enum):
+    """What a syncer does, in the words of messages."""
 
-    UP = "up"
-    DOWN = "down"
+    UP = "sync up"
+    DOWN = "sync down"
+    DELETE = "delete"
 
 
 class Syncer(ABC):
@@ -133,30 +134,33 @@ class Syncer(ABC):
 
         A sync that returned False, or is known to have failed, does not count.
         """
-        if not self._is_due(Direction.UP):
+        if not self._is_due(Act.UP):
             return None
         now = self._clock()
         is_begun = self.sync_up(local_dir, remote_dir, exclude)
-        return self._noted(Direction.UP, now, is_begun=is_begun)
+        if is_begun:
+            self._note_begun(Act.UP, now)
+        return is_begun
 
     def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
         """Call `sync_down`, unless one began less than `sync_period` ago: then return None."""
-        if not self._is_due(Direction.DOWN):
+        if not self._is_due(Act.DOWN):
             return None
         now = self._clock()
         is_begun = self.sync_down(remote_dir, local_dir, exclude)
-        return self._noted(Direction.DOWN, now, is_begun=is_begun)
+        if is_begun:
+            self._note_begun(Act.DOWN, now)
+        return is_begun
 
-    def _is_due(self, direction: Direction) -> bool:
-        last = self.last_sync_up_time if direction is Direction.UP else self.last_sync_down_time
+    def _is_due(self, act: Act) -> bool:
+        last = self.last_sync_up_time if act is Act.UP else self.last_sync_down_time
         return self._clock() - last >= self.sync_period.total_seconds()
 
-    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:
-        if is_begun and direction is Direction.UP:
-            self.last_sync_up_time = now_seconds
-        elif is_begun:
-            self.last_sync_down_time = now_seconds
-        return is_begun
+    def _note_begun(self, act: Act, at_seconds: float) -> None:
+        if act is Act.UP:
+            self.last_sync_up_time = at_seconds
+        elif act is Act.DOWN:
+            self.last_sync_down_time = at_seconds
 
     def reset(self) -> None:
         """Reset the times of the last syncs, so that the next `..._if_needed` call syncs."""

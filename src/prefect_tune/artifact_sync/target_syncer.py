@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.artifact_sync.syncer import HOPELESS, Direction, Syncer, SyncTimedOut
+from prefect_tune.artifact_sync.syncer import HOPELESS, Act, Syncer, SyncTimedOut
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.local.artifact_transfer import (
     Sent,
     Writer,
@@ -32,30 +31,24 @@ _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline
 _FIRST_PAUSE_SECONDS = 1.0
 
 
-class _Act(Enum):
-    UP = "sync up"
-    DOWN = "sync down"
-    DELETE = "delete"
-
-
 @dataclass(frozen=True, slots=True)
 class _Command:
-    act: _Act
+    act: Act
     remote: str
     local: str = ""
     excludes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         places = {
-            _Act.UP: f"{self.local} to {self.remote}",
-            _Act.DOWN: f"{self.remote} to {self.local}",
-            _Act.DELETE: self.remote,
+            Act.UP: f"{self.local} to {self.remote}",
+            Act.DOWN: f"{self.remote} to {self.local}",
+            Act.DELETE: self.remote,
         }
         return f"{self.act.value} of {places[self.act]}"
 
     def replaces(self, failed: _Command) -> bool:
         """Whether this command makes a retry of `failed` unnecessary."""
-        writes = (_Act.UP, _Act.DELETE)
+        writes = (Act.UP, Act.DELETE)
         return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
 
 
@@ -109,15 +102,15 @@ class TargetSyncer(Syncer):
         Raises:
             InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
-        return self._enqueue(_Command(_Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
+        return self._enqueue(_Command(Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`."""
-        return self._enqueue(_Command(_Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
+        return self._enqueue(_Command(Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def delete(self, remote_dir: str) -> bool:
         """Queue the deletion of everything below `remote_dir`; otherwise as `sync_up`."""
-        return self._enqueue(_Command(_Act.DELETE, remote_dir))
+        return self._enqueue(_Command(Act.DELETE, remote_dir))
 
     def retry(self) -> None:
         """Queue all failed commands again that no later one has replaced; if there are none, the last command.
@@ -149,7 +142,7 @@ class TargetSyncer(Syncer):
             while self._running or self._queue:
                 self._wait_a_while(until)
             for command, error in list(self._failed.items()):
-                if command.act is _Act.DOWN and isinstance(error, HOPELESS):
+                if command.act is Act.DOWN and isinstance(error, HOPELESS):
                     del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
                 raise _error_of(command, error)
 
@@ -179,18 +172,17 @@ class TargetSyncer(Syncer):
         with self._state:
             self._not_before_seconds = 0.0
 
-    def _is_due(self, direction: Direction) -> bool:
+    def _is_due(self, act: Act) -> bool:
         """Count a running sync as the last one; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
-        act = _Act.UP if direction is Direction.UP else _Act.DOWN
         with self._state:
             if self._queue or self._clock() < self._not_before_seconds:
                 return False
             if self._running and self._running.act is act:
                 return self._clock() - self._began_seconds >= self.sync_period.total_seconds()
-        return super()._is_due(direction)
+        return super()._is_due(act)
 
-    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002  it counts once it has succeeded
-        return is_begun  # it counts once it has succeeded
+    def _note_begun(self, act: Act, at_seconds: float) -> None:
+        """Do nothing: a sync counts once it has succeeded."""
 
     # ------------------------------------------------------------------------------------------------- execution
 
@@ -204,18 +196,22 @@ class TargetSyncer(Syncer):
                 del self._failed[failed]
             if command != self._last_for(command.remote):
                 self._queue.append(command)
-            if self._running is None:
-                self._begin()
+            self._begin()
         return True
 
     def _last_for(self, remote: str) -> _Command | None:
         return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
 
     def _begin(self) -> None:
-        """Begin the next command in a non-daemon thread: the interpreter waits for it at exit."""
-        self._running = self._queue.popleft()
-        self._began_seconds = self._clock()
-        threading.Thread(target=self._run, args=(self._running,), name=f"{self._running}").start()
+        """Begin the next command, if none runs, in a non-daemon thread: the interpreter waits for it at exit."""
+        while self._queue and self._running is None:
+            command = self._running = self._queue.popleft()
+            self._began_seconds = self._clock()
+            try:
+                threading.Thread(target=self._run, args=(command,), name=f"{command}").start()
+            except RuntimeError as error:  # this process may have no more threads
+                self._running = None
+                self._note(command, error)
 
     def _run(self, command: _Command) -> None:
         error: Exception | None = TuneError("its thread was ended")
@@ -228,8 +224,7 @@ class TargetSyncer(Syncer):
             with self._state:
                 self._note(command, error)
                 self._running = None
-                if self._queue:
-                    self._begin()
+                self._begin()
                 self._state.notify_all()
 
     def _note(self, command: _Command, error: Exception | None) -> None:
@@ -243,24 +238,21 @@ class TargetSyncer(Syncer):
             return
         self._failures = 0
         self._not_before_seconds = 0.0
-        if command.act is _Act.UP:
-            self.last_sync_up_time = self._began_seconds
-        elif command.act is _Act.DOWN:
-            self.last_sync_down_time = self._began_seconds
+        super()._note_begun(command.act, self._began_seconds)
 
     def _do(self, command: _Command) -> None:
         with self._opened(command.remote) as (store, folder):
             match command.act:
-                case _Act.UP:
+                case Act.UP:
                     where = (command.local, command.remote)
                     before = self._sent.pop(where, Sent())
                     local = Path(command.local)
                     self._sent[where] = send_artifacts(
                         store, folder, local, command.excludes, before, writer=self._writer
                     )
-                case _Act.DOWN:
+                case Act.DOWN:
                     receive_artifacts(store, folder, Path(command.local), command.excludes)
-                case _Act.DELETE:
+                case Act.DELETE:
                     self._sent.clear()
                     delete_everything(store, folder)
 
@@ -281,7 +273,7 @@ class TargetSyncer(Syncer):
             if folder == place or not folder.startswith("/") or given not in ("", options):
                 raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
         folder = folder.strip("/")
-        if any(part in ("", ".", "..") for part in folder.split("/")):
+        if not is_inside(folder):
             raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
         return self._target, folder
 

@@ -5,12 +5,15 @@ A resume does not depend on them: errors are logged as warnings, and training co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
-from prefect_tune.artifact_sync.select_syncer import syncer_for
+from prefect_tune.artifact_sync.syncer import Syncer
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
-from prefect_tune.blocks import resolve_target
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import below
 from prefect_tune.stores.local.artifact_transfer import Writer
@@ -122,3 +125,58 @@ class TrialArtifacts:
             self._log.warning("the trial's artifacts are not synced: %s: %s", type(error).__name__, error)
             return False
         return True
+
+
+# ------------------------------------------------------------------------------------------- the syncer of an attempt
+
+
+def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
+    """Return the syncer of artifacts for one attempt, which must close it; None if `config.syncer` is None.
+
+    Raises:
+        InvalidInput: `config.syncer` is not a syncer, cannot be imported, or cannot be copied.
+    """
+    syncer = config.syncer
+    if syncer is None:
+        return None
+    if syncer == "auto":
+        return TargetSyncer(target, sync_period=config.sync_period, sync_timeout=config.sync_timeout)
+    if isinstance(syncer, str):
+        return _named(syncer, config)
+    if isinstance(syncer, Syncer):
+        return _copied(syncer)
+    raise InvalidInput(f"syncer: expected 'auto', 'package.module:Name', a pt.Syncer or None, found {syncer!r}")
+
+
+def _named(name: str, config: SyncConfig) -> Syncer:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as missing:
+        raise InvalidInput(f"syncer {name!r}: cannot be imported: {missing}") from missing
+    if isinstance(found, Syncer):
+        return _copied(found)
+    if isinstance(found, type) and issubclass(found, Syncer):
+        return _made(found, name, config)
+    raise InvalidInput(f"syncer {name!r}: expected a pt.Syncer, or a class of them, found {found!r}")
+
+
+def _copied(syncer: Syncer) -> Syncer:
+    """Return a copy: several attempts may run at once, and each closes its own syncer."""
+    try:
+        return copy.deepcopy(syncer)
+    except Exception as uncopied:
+        kind = type(syncer).__name__
+        raise InvalidInput(
+            f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({uncopied}). Name the class, "
+            f"syncer='package.module:{kind}', create what cannot be copied inside its methods, or define __deepcopy__"
+        ) from uncopied
+
+
+def _made(kind: type[Syncer], name: str, config: SyncConfig) -> Syncer:
+    """Create a syncer; the config's periods are passed only to a class that has the constructor of `Syncer`."""
+    try:
+        made = kind() if kind.__init__ is not Syncer.__init__ else kind(config.sync_period, config.sync_timeout)
+    except TypeError as unmade:
+        raise InvalidInput(f"syncer {name!r}: cannot be constructed without arguments: {unmade}") from unmade
+    return made

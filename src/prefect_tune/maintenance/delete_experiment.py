@@ -16,7 +16,7 @@ from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.live_status import view_of
 from prefect_tune.core.models import plural, valid_name
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.recovery.deleted_journals import is_deletion
+from prefect_tune.core.recovery.stale_reads import is_deletion
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore

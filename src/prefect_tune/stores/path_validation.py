@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.object_store import is_inside
 
 TEMPORARY = ".tmp"
 """The folder below a store's root for unpublished files; never listed, and not a valid path."""
@@ -14,10 +15,9 @@ def checked_path(path: str) -> str:
     Raises:
         InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY`.
     """
-    parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\0" in path:
+    if not is_inside(path):
         raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' and NUL")
-    if parts[0] == TEMPORARY:
+    if path.partition("/")[0] == TEMPORARY:
         raise InvalidInput(f"{path!r}: {TEMPORARY!r} is reserved for unpublished files; choose another name")
     return path
 

@@ -33,6 +33,15 @@ def test_memory_serves_one_runner_and_says_so() -> None:
     assert "ONE RUNNER ONLY" in found.message
 
 
+def test_reading_a_folder_that_is_missing_does_not_make_it_and_the_first_write_does(tmp_path: Path) -> None:
+    with FsspecTarget(location=f"local://{tmp_path}/new/runs").open(timeout=SHORT) as store:
+        assert store.list("") == []
+        assert store.size("a") is None
+        assert list(tmp_path.iterdir()) == []
+        store.create("a", b"bytes")
+        assert [listed.path for listed in store.list("")] == ["a"]
+
+
 def test_an_option_is_plain_or_secret_and_not_both() -> None:
     target = FsspecTarget(location="sftp://host/x", storage_options={"port": 1}, secret_options={"port": 2})
     with pytest.raises(InvalidInput, match="'port' is both a plain and a secret option"):
@@ -113,6 +122,6 @@ def _children() -> list[str]:
             text, command = status.read_text(), (status.parent / "cmdline").read_text()
         except OSError:
             continue  # it ended meanwhile
-        if f"PPid:\t{os.getpid()}\n" in text and "isolated_child" in command and "State:\tZ" not in text:
+        if f"PPid:\t{os.getpid()}\n" in text and "child_process.worker" in command and "State:\tZ" not in text:
             found.append(command)
     return found

@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -20,8 +19,9 @@ from moto import settings as moto_settings
 
 from prefect_tune.blocks import S3Target, resolve_target
 from prefect_tune.core.errors import InvalidInput
-from tests.blocks.conftest import KEYS, SHORT, boto_options
+from tests.blocks.conftest import KEYS, SHORT
 from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.moto_server import aws_client
 from tests.fakes.servers.processes import free_port
 
 BRIEF = timedelta(seconds=1)
@@ -37,13 +37,13 @@ def test_a_good_bucket_passes_and_is_left_as_it_was(moto: str) -> None:
     assert (found.ok, found.conditional_create) == (True, True)
     done = "a probe was written, read back, listed and deleted"
     assert found.message.startswith(f"s3://bucket/runs/first?endpoint_url={moto}: {done}")
-    assert "Contents" not in boto3.Session().client("s3", **boto_options(moto)).list_objects_v2(Bucket="bucket")
+    assert "Contents" not in aws_client(moto).list_objects_v2(Bucket="bucket")
 
 
 def test_objects_lie_below_the_prefix(moto: str) -> None:
     with _target(moto).open(timeout=SHORT) as store:
         store.create("a", b"bytes")
-    found = boto3.Session().client("s3", **boto_options(moto)).get_object(Bucket="bucket", Key="runs/first/a")
+    found = aws_client(moto).get_object(Bucket="bucket", Key="runs/first/a")
     assert found["Body"].read() == b"bytes"
     with _target(moto).open(timeout=SHORT) as store:
         store.delete(["a"])
@@ -58,7 +58,7 @@ def test_a_missing_bucket_is_said(moto: str) -> None:
 @pytest.fixture
 def strict_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str]]]:
     """Let moto check credentials and policies, and yield the keys of users by what they may do."""
-    iam = boto3.Session().client("iam", **boto_options(moto))
+    iam = aws_client(moto, "iam")
     policies = {
         "all": ["s3:*"],
         "read": ["s3:Get*", "s3:List*"],

@@ -223,6 +223,20 @@ def test_a_blob_of_an_earlier_try_of_the_same_save_is_reused_without_being_read(
     assert {each.path for each in store.list(KEY.blobs)} == blobs | left
 
 
+def test_the_bytes_of_a_damaged_blob_are_not_taken_from_another_blob_that_was_not_read_back() -> None:
+    store = MemoryStore()
+    session = training(store, every=1)
+    saves(session)
+    damaged = shared_blobs(newest(session))[0]
+    rot(store, damaged)
+    digest = damaged.rpartition("/")[2].partition("-")[0]
+    left_by_an_interrupted_save = KEY.blob_path(digest, session.experiment.number - 1)
+    store.put(left_by_an_interrupted_save, bytes(store.read(damaged)))
+    saves(session)
+    assert left_by_an_interrupted_save not in newest(session).blob_paths()
+    assert is_whole(session)
+
+
 # ----------------------------------------------------------------------------------------- failing operations
 
 

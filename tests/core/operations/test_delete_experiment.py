@@ -15,12 +15,12 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.journal.journal import load, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, load, read, take_over
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone, newest_of, settle
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
+from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, fork, past_of
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
@@ -46,8 +46,7 @@ def below(store: MemoryStore, folder: str) -> set[str]:
 def cut_at_a_manifest(store: MemoryStore) -> None:
     """A fork dies after it claimed a checkpoint of trial b and before the manifest of its clone."""
     for nth in range(1, 100):
-        twin = MemoryStore()
-        twin.objects.update(store.objects)
+        twin = MemoryStore(store.objects)
         dying = DyingStore(twin, nth, Way.CRASH_BEFORE, only=frozenset({"create"}))
         with suppress(Crash):
             forked(dying)
@@ -55,6 +54,13 @@ def cut_at_a_manifest(store: MemoryStore) -> None:
             store.objects.update(twin.objects)
             return
     raise AssertionError("it was not cut short")
+
+
+def begun_fork(store: MemoryStore, name: str, origin: str = "old") -> Callable[[], Fork]:
+    """Open the experiment `name` as a fork, and return the act that makes it one."""
+    past, stamp = past_of(store, origin, None, side_by_side=map), Stamp(write_id=name, at="")
+    into = begin_fork(store, name, past.origin, OWNER, stamp, side_by_side=map)
+    return lambda: fork(store, past, into, stamp, side_by_side=map)
 
 
 def world() -> MemoryStore:
@@ -188,13 +194,11 @@ def test_a_fork_that_is_slower_says_that_its_origin_is_being_deleted() -> None:
 def test_of_what_is_being_deleted_nothing_can_be_cloned() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    past = past_of(store, "old", None, side_by_side=map)
-    stamp = Stamp(write_id="f", at="")
-    into = begin_fork(store, "new", past.origin, OWNER, stamp, side_by_side=map)
+    make = begun_fork(store, "new")
     with suppress(Crash):
         removed(DyingStore(store, 1, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
     with pytest.raises(InvalidInput, match="'old' is being deleted: its checkpoints cannot be cloned"):
-        fork(store, past, into, stamp, side_by_side=map)
+        make()
     with pytest.raises(Superseded):
         old.step("b")
 
@@ -202,51 +206,39 @@ def test_of_what_is_being_deleted_nothing_can_be_cloned() -> None:
 def test_what_a_deletion_was_faster_than_is_no_fork() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, "old", None, side_by_side=map)
-    stamp = Stamp(write_id="f", at="")
-    into = begin_fork(store, "new", past.origin, OWNER, stamp, side_by_side=map)
+    make = begun_fork(store, "new")
     removed(store, "old")
     with pytest.raises(InvalidInput, match="'old' is being deleted: 'new' is no fork of it"):
-        fork(store, past, into, stamp, side_by_side=map)
+        make()
 
 
-def test_a_trial_that_saves_while_it_is_deleted_is_told_to_stop_and_leaves_nothing() -> None:
+def open_again(old: SmallSearch, known: LoadedJournal) -> None:
+    take_over(old.store, "old", OWNER, Stamp(write_id="retry", at=""), side_by_side=map, known=known)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda old, _: old.step("b"), Superseded, "deleter"),
+        (lambda old, _: old.begin("c"), ResumeFailed, "trial 'c' of experiment 'old' is being deleted by deleter"),
+        (open_again, ResumeFailed, "experiment 'old' is being deleted by deleter"),
+    ],
+    ids=["a trial saves", "a trial begins", "a retry that has read it opens it"],
+)
+def test_an_act_on_it_while_it_is_deleted_is_refused_and_leaves_nothing(
+    act: Callable[[SmallSearch, LoadedJournal], None], error: type[TuneError], message: str
+) -> None:
     store = MemoryStore()
     old = search_of_three(store)
-
-    def save() -> None:
-        with pytest.raises(Superseded, match="deleter"):
-            old.step("b")
-
-    removed(Meanwhile(store, at_its_first_deletion, save), "old")
-    assert store.objects == {}
-    again = search_of_three(store)
-    assert again.state.trial("b").step == 2
-
-
-def test_a_trial_that_begins_while_it_is_deleted_finds_that_there_is_nothing_to_run() -> None:
-    store = MemoryStore()
-    old = search_of_three(store)
-
-    def begin() -> None:
-        with pytest.raises(ResumeFailed, match="trial 'c' of experiment 'old' is being deleted by deleter"):
-            old.begin("c")
-
-    removed(Meanwhile(store, at_its_first_deletion, begin), "old")
-    assert store.objects == {}
-
-
-def test_a_retry_that_read_it_before_does_not_open_it_while_it_is_deleted() -> None:
-    store = MemoryStore()
-    search_of_three(store)
     known = read(store, "old", side_by_side=map)
 
-    def retry() -> None:
-        with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
-            take_over(store, "old", OWNER, Stamp(write_id="retry", at=""), side_by_side=map, known=known)
+    def meanwhile() -> None:
+        with pytest.raises(error, match=message):
+            act(old, known)
 
-    removed(Meanwhile(store, at_its_first_deletion, retry), "old")
+    removed(Meanwhile(store, at_its_first_deletion, meanwhile), "old")
     assert store.objects == {}
+    assert search_of_three(store).state.trial("b").step == 2
 
 
 @pytest.mark.parametrize("journal", [JournalKey(experiment="old"), JournalKey(experiment="old", trial="b")], ids=str)
@@ -356,10 +348,7 @@ def test_a_fork_with_a_damaged_manifest_lets_go_of_it_too() -> None:
 
 def test_a_fork_of_a_fork_lets_go_where_the_bytes_are() -> None:
     store = world()
-    past = past_of(store, "new", None, side_by_side=map)
-    stamp = Stamp(write_id="g", at="")
-    into = begin_fork(store, "third", past.origin, OWNER, stamp, side_by_side=map)
-    fork(store, past, into, stamp, side_by_side=map)
+    begun_fork(store, "third", origin="new")()
     for path in [path for path in below(store, "third") if path.endswith("manifest.json")]:
         del store.objects[path]
     removed(store, "third", "t")
@@ -430,8 +419,7 @@ def test_a_deletion_that_dies_at_any_write_is_finished_by_the_next_and_nobody_go
     counting = DyingStore(world(), 0, only=WRITES)
     removed(counting, "new")
     for nth in range(1, counting.total + 1):
-        store = MemoryStore()
-        store.objects.update(begun)
+        store = MemoryStore(begun)
         with suppress(Crash):
             removed(DyingStore(store, nth, way, only=WRITES), "new")
         try:

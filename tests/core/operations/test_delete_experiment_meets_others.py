@@ -42,8 +42,7 @@ class Scene:
 
     def again(self) -> Scene:
         """Return a copy on a separate store."""
-        store = MemoryStore()
-        store.objects.update(self.store.objects)
+        store = MemoryStore(self.store.objects)
         return Scene(store, on(self.old, store), self.new and on(self.new, store))
 
 

@@ -268,8 +268,7 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
     counting = DyingStore(world, 0, only=only)
     expected = what_is_known(forked(counting, number).experiment)
     for nth, way in product(range(1, counting.total + 1), ways):
-        store = MemoryStore()
-        store.objects.update(begun)
+        store = MemoryStore(begun)
         with suppress(Crash):
             forked(DyingStore(store, nth, way, only=only), number)
         assert load(store, "old", side_by_side=map) == origin

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
+from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events.experiment_events import Finished
@@ -91,6 +93,33 @@ class Hooked(MemoryStore):
         if self._acts:
             self._acts.pop()()
         super().create(path, data)
+
+
+class DeletedAt(MemoryStore):
+    """A store of which everything is deleted before the n-th look for an object."""
+
+    def __init__(self, was: MemoryStore, nth: int) -> None:
+        super().__init__(was.objects)
+        self.looks_left = nth
+
+    def size(self, path: str) -> int | None:
+        self.looks_left -= 1
+        if not self.looks_left:
+            self.objects.clear()
+        return super().size(path)
+
+
+def test_an_experiment_that_is_deleted_meanwhile_is_not_pruned_and_that_is_no_error() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    member.retention = Retention()
+    clones("d")(scene, scene.store)
+    member.save()
+    member.append([Finished(trial="s", reason="enough")])
+    for nth in range(1, 5):
+        store = DeletedAt(scene.store, nth)
+        with suppress(StoreUnavailable):  # it cannot know that an entry which it has read is gone for good
+            assert prune(store, member.key, KEEPS, scene.chronicle.stamp(), side_by_side=map) == ()
 
 
 def test_what_was_kept_for_a_clone_that_is_over_is_deleted_as_a_look_says() -> None:

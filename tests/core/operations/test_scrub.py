@@ -109,7 +109,6 @@ def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    found = inspect(trained.store, trained.experiment, 0, ScrubLimits(share=1e-9, max_bytes=1), side_by_side=map)
     begins_at = place_of(keys(trained)[0])
     found = inspect(trained.store, trained.experiment, begins_at, ScrubLimits(share=1e-9), side_by_side=map)
     assert {each.key for each in found.damaged} == set(keys(trained))

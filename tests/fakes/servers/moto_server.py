@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import boto3
 from moto import server
 from moto.s3.responses import S3Response
 
@@ -41,6 +42,12 @@ def moto_server() -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         started.stop()
+
+
+def aws_client(url: str, service: str = "s3") -> Any:
+    """Return Amazon's own client of the server, to prepare it and to look into it."""
+    keys = {"aws_access_key_id": "test-key-id", "aws_secret_access_key": "test-secret-key"}
+    return boto3.Session().client(service, endpoint_url=url, region_name="us-east-1", **keys)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ class MemoryStore:
     calls by method name, `bytes_in` and `bytes_out` the bytes that really travelled.
     """
 
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
+    def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
+        self.objects = dict(objects or {})
         self.operations: Counter[str] = Counter()
         self.bytes_in = 0
         self.bytes_out = 0

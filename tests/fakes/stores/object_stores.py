@@ -55,7 +55,7 @@ class Once:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -238,3 +240,21 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
     with transfer_pool() as transfers, pytest.raises(StagedFilesChanged):
         commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
     assert not any(path.endswith("manifest.json") for path in store.objects)
+
+
+AT_EXIT = """
+import threading
+from prefect_tune.stores.local.staging import transfer_pool
+
+def transfer():
+    threading.main_thread().join()
+    with transfer_pool() as transfers:
+        print(list(transfers(abs, [-1, -2, -3])))
+
+threading.Thread(target=transfer).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread_still_transfers() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[1, 2, 3]\n", "")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from obstore.exceptions import GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
 from pyarrow import fs
 
@@ -26,6 +27,7 @@ from prefect_tune.stores.arrow.arrow_errors import as_arrow_error
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
 from prefect_tune.stores.object_store.error_codes import CODES, SOURCES, ErrorCode, Meaning
+from prefect_tune.stores.object_store.obstore_errors import Fault
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 
@@ -207,6 +209,31 @@ def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> No
         body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
         server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
         store.delete(["b"])
+
+
+_UNSENT = """Generic S3 error: Error performing list request: Error performing GET {url} in 1ms - HTTP error: {said}
+
+Debug source:
+Generic {{ inner: Http( HttpError {{
+                        kind: {kind},
+                        source: reqwest::Error {{ {source} }}, }}, ), }}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "advice"),
+    [
+        ("Connect", "kind: InvalidData, error: InvalidCertificate( UnknownIssuer )", "certificate is not trusted"),
+        ("Unknown", "kind: Builder, source: BadScheme", "has no TLS"),
+    ],
+)
+def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
+    text = _UNSENT.format(url="https://host/bucket", said="error sending request", kind=kind, source=source)
+    fault = Fault.of(GenericError(text))
+    assert not fault.transient
+    assert not fault.perhaps_done
+    error = fault.error("list")
+    assert isinstance(error, StoreRefused)
+    assert advice in str(error)
 
 
 # ------------------------------------------------------------------------------- by the vendors' documentation

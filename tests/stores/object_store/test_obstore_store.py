@@ -9,7 +9,6 @@ from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
-import boto3
 import pytest
 from moto import settings as moto_settings
 from obstore.store import LocalStore
@@ -27,9 +26,9 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store import obstore_store
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore
-from tests.fakes.servers.moto_server import moto_server
+from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink
-from tests.fakes.stores.object_stores import KEYS, Once, object_store, until
+from tests.fakes.stores.object_stores import Once, object_store, until
 from tests.stores.contract import StoreContract
 
 
@@ -71,14 +70,7 @@ class TestOnARealServer(StoreContract):
     @pytest.fixture
     def store(self, moto: str) -> ObstoreStore:
         bucket = f"bucket-{next(self.numbers)}"
-        client = boto3.Session().client(
-            "s3",
-            endpoint_url=moto,
-            region_name="us-east-1",
-            aws_access_key_id=KEYS["access_key_id"],
-            aws_secret_access_key=KEYS["secret_access_key"],
-        )
-        client.create_bucket(Bucket=bucket)
+        aws_client(moto).create_bucket(Bucket=bucket)
         return object_store(moto, bucket=bucket)
 
 
@@ -263,13 +255,7 @@ def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
 
 
 def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:
-    client = boto3.Session().client(
-        "s3",
-        endpoint_url=moto,
-        region_name="us-east-1",
-        aws_access_key_id=KEYS["access_key_id"],
-        aws_secret_access_key=KEYS["secret_access_key"],
-    )
+    client = aws_client(moto)
     client.create_bucket(Bucket="short-lived")
     store = object_store(moto, bucket="short-lived")
     store.put("a", b"1")

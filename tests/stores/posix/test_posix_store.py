@@ -24,7 +24,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
-from prefect_tune.stores.posix.syscalls import OsCalls
+from prefect_tune.stores.posix.syscalls import FileSystemCalls
 from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
 from tests.stores.contract import StoreContract
 
@@ -188,7 +188,7 @@ def test_creating_and_pruning_the_same_folder_at_once_loses_nothing(store: Posix
     assert store.list("") == []
 
 
-class _PrunedOnce(OsCalls):
+class _PrunedOnce(FileSystemCalls):
     """Another process prunes the folder between mkdir and link."""
 
     def __init__(self, other: PosixStore) -> None:
@@ -216,7 +216,7 @@ def test_a_dead_writers_file_is_swept_and_a_living_ones_and_a_fresh_one_stay(tmp
     hidden.mkdir()
     for name in ("dead", "alive", "fresh"):
         (hidden / name).write_bytes(b"half")
-    calls = OsCalls()
+    calls = FileSystemCalls()
     folder = calls.open_root(str(hidden))
     living = calls.open_file("alive", folder)
     assert calls.try_lock(living)
@@ -230,7 +230,7 @@ def test_a_dead_writers_file_is_swept_and_a_living_ones_and_a_fresh_one_stay(tmp
 
 
 def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_path: Path) -> None:
-    class Counts(OsCalls):
+    class Counts(FileSystemCalls):
         looked = 0
 
         def names(self, folder: int) -> list[str]:
@@ -247,7 +247,7 @@ def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_p
     assert calls.looked == 2
 
 
-class _SlowWrite(OsCalls):
+class _SlowWrite(FileSystemCalls):
     """Waits in the middle of a write, with the hidden file half full."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ def test_a_writer_whose_hidden_file_is_taken_away_publishes_nothing(tmp_path: Pa
     assert PosixStore(tmp_path).size("slow") is None
 
 
-class _DrippingDisk(OsCalls):
+class _DrippingDisk(FileSystemCalls):
     def write(self, file: int, data: memoryview) -> int:
         time.sleep(0.05)
         return super().write(file, data[:1])

@@ -14,32 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.models import Digest, Value
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal
-from prefect_tune.core.storage.layout import in_digits, number_in, numbered
+from prefect_tune.core.storage.layout import PortablePath, in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
 _INDEXES_KEPT = 8
 _Count = Annotated[int, Field(ge=0)]
 
 
-def _inside(path: str) -> str:
-    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or "\\" in path:
-        raise ValueError(f"path {path!r} is not a plain relative path")
-    return path
-
-
-_Path = Annotated[str, AfterValidator(_inside)]
-
-
 class ArtifactPart(Value):
     """A run of a file's bytes: the object that holds it, below the artifacts' folder."""
 
-    object: _Path
+    object: PortablePath
     size_bytes: _Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -47,7 +38,7 @@ class ArtifactPart(Value):
 class ArtifactFile(Value):
     """One file: its path in the trial's directory, its permission bits, and its parts in order."""
 
-    path: _Path
+    path: PortablePath
     mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
     parts: tuple[ArtifactPart, ...] = ()
 
@@ -75,7 +66,7 @@ class ArtifactIndex(Document):
 
 def files_folder(folder: str) -> str:
     """Return the folder of the objects that hold the files' bytes."""
-    return _joined(folder, "files")
+    return joined(folder, "files")
 
 
 def part_path(digest: Digest, number: int, name: str) -> str:
@@ -115,7 +106,7 @@ def beyond_use(listed: Iterable[str], folder: str, index: ArtifactIndex) -> Sequ
 
     Objects sent for a higher number are another writer's, whose index may follow: they are not returned.
     """
-    used = {_joined(folder, part.object) for part in index.parts()}
+    used = {joined(folder, part.object) for part in index.parts()}
     return [path for path in listed if path not in used and _number_of(path) <= index.number]
 
 
@@ -135,7 +126,7 @@ def _newest_listed(store: ObjectStore, folder: str) -> ArtifactIndex | None:
 
 
 def _numbers(store: ObjectStore, folder: str) -> list[int]:
-    indexes = _joined(folder, "index")
+    indexes = joined(folder, "index")
     return [number_in(indexes, each.path) or 0 for each in store.list(indexes)]
 
 
@@ -151,8 +142,9 @@ def _read(store: ObjectStore, folder: str, number: int) -> ArtifactIndex | None:
 
 
 def _path(folder: str, number: int) -> str:
-    return numbered(_joined(folder, "index"), number)
+    return numbered(joined(folder, "index"), number)
 
 
-def _joined(folder: str, name: str) -> str:
+def joined(folder: str, name: str) -> str:
+    """Return the path of `name` in the artifacts' folder, which may be the root of the target."""
     return f"{folder}/{name}" if folder else name

@@ -58,10 +58,8 @@ class Reusable:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, paths: Collection[str]) -> Reusable:
-        """Return the same without the blobs at `paths`."""
-        chunks = {digest: place for digest, place in self.chunks.items() if place.path not in paths}
-        blobs = {digest: path for digest, path in self.blobs.items() if path not in paths}
-        return Reusable(chunks, blobs, self.sizes)
+        """Return the chunks of blobs that are not at `paths`, and no whole blob: none of those was read back."""
+        return Reusable({digest: place for digest, place in self.chunks.items() if place.path not in paths})
 
 
 @dataclass(frozen=True, slots=True)

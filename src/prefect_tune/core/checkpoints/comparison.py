@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefect_tune.core.checkpoints.chunking import Piece, Source
-from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.checkpoints.commit import ParallelMap
+from prefect_tune.core.checkpoints.manifest import ChunkRef, Manifest
 from prefect_tune.core.models import digest_of
 
 __all__ = ["has_same_files"]
 
 
-def has_same_files(manifest: Manifest, source: Source) -> bool:
+def has_same_files(manifest: Manifest, source: Source, *, side_by_side: ParallelMap = map) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
     It reads the directory, and nothing from the target.
@@ -22,24 +23,19 @@ def has_same_files(manifest: Manifest, source: Source) -> bool:
     sizes = {file.path: file.size_bytes for file in source.files}
     if sizes != {file.path: file.size_bytes for file in manifest.files}:
         return False
-    if sorted(source.empty_directories) != sorted(manifest.empty_directories):
+    if set(source.empty_directories) != set(manifest.empty_directories):
         return False
+    return all(side_by_side(lambda wanted: _is_chunk(source, *wanted), _chunks(manifest, source)))
+
+
+def _chunks(manifest: Manifest, source: Source) -> Iterator[tuple[Piece, ChunkRef]]:
     indexes = {file.path: index for index, file in enumerate(source.files)}
-    return all(_has_same_bytes(file, indexes[file.path], source) for file in manifest.files)
+    for file in manifest.files:
+        for offset, chunk in file.placed_chunks():
+            yield Piece(indexes[file.path], offset, chunk.length), chunk
 
 
-def _has_same_bytes(file: FileRef, index: int, source: Source) -> bool:
-    return all(digest == _digest(piece, source) for piece, digest in _pieces(file, index))
-
-
-def _pieces(file: FileRef, index: int) -> Iterator[tuple[Piece, str]]:
-    offset = 0
-    for chunk in file.chunks:
-        yield Piece(index, offset, chunk.length), chunk.digest
-        offset += chunk.length
-
-
-def _digest(piece: Piece, source: Source) -> str:
+def _is_chunk(source: Source, piece: Piece, chunk: ChunkRef) -> bool:
     buffer = memoryview(bytearray(piece.length))
     source.read_into(piece, buffer)
-    return digest_of(buffer)
+    return digest_of(buffer) == chunk.digest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.models import ExperimentName, StepReport, Value
 from prefect_tune.core.storage.documents import Document, seal, unseal
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, PortablePath, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range of every JSON reader, and of every store's offsets
@@ -31,31 +31,32 @@ class BlobRef(Value):
     `experiment` names the experiment of that folder, if it is not the manifest's own (in a fork).
     """
 
-    path: str
+    path: PortablePath
     size_bytes: _Count
     experiment: ExperimentName | None = None
-
-    @model_validator(mode="after")
-    def _stays_inside(self) -> BlobRef:
-        _require_safe(self.path)
-        return self
 
 
 class FileRef(Value):
     """One file of the checkpoint: path, size, permission bits and the chunks that make it up, in order."""
 
-    path: str
+    path: PortablePath
     size_bytes: _Count
     mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
     chunks: tuple[ChunkRef, ...] = ()
 
     @model_validator(mode="after")
     def _adds_up(self) -> FileRef:
-        _require_safe(self.path)
         found = sum(chunk.length for chunk in self.chunks)
         if found != self.size_bytes:
             raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {found}")
         return self
+
+    def placed_chunks(self) -> Iterator[tuple[int, ChunkRef]]:
+        """Yield each chunk after its offset in the file."""
+        offset = 0
+        for chunk in self.chunks:
+            yield offset, chunk
+            offset += chunk.length
 
 
 class About(Value):
@@ -86,7 +87,7 @@ class Manifest(Document):
     about: About
     blobs: tuple[BlobRef, ...]
     files: tuple[FileRef, ...]
-    empty_directories: tuple[str, ...] = ()
+    empty_directories: tuple[PortablePath, ...] = ()
     origin: CheckpointKey | None = None
     """For a clone: the checkpoint whose blobs it refers to. Omitted otherwise."""
 
@@ -105,8 +106,6 @@ class Manifest(Document):
                     raise ValueError(f"{file.path!r}: there is no blob {chunk.blob}")
                 if chunk.offset + chunk.length > self.blobs[chunk.blob].size_bytes:
                     raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
-        for directory in self.empty_directories:
-            _require_safe(directory)
         if self.origin and not self.lies_at(self.origin):
             raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
         _require_a_tree([file.path for file in self.files], self.empty_directories)
@@ -150,12 +149,6 @@ def decode_manifest(data: Buffer, where: str) -> Manifest:
         UnknownVersion: a newer prefect-tune wrote it.
     """
     return unseal(Manifest, data, where, CheckpointCorrupt)
-
-
-def _require_safe(path: str) -> None:
-    parts = path.split("/")
-    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"path {path!r} is not a plain relative path")
 
 
 def _require_a_tree(files: Sequence[str], directories: Sequence[str]) -> None:

@@ -57,10 +57,8 @@ def reads(manifest: Manifest) -> Iterator[Read]:
     """Yield the reads that together fetch every byte of `manifest`."""
     of_blob: dict[int, list[_Wanted]] = {}
     for index, file in enumerate(manifest.files):
-        offset = 0
-        for chunk in file.chunks:
+        for offset, chunk in file.placed_chunks():
             of_blob.setdefault(chunk.blob, []).append(_Wanted(index, offset, chunk))
-            offset += chunk.length
     for blob, wanted in of_blob.items():
         yield from _runs(blob, sorted(wanted, key=lambda each: each.chunk.offset))
 

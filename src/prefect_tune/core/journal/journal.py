@@ -34,11 +34,10 @@ from prefect_tune.core.journal.segments import (
 from prefect_tune.core.journal_events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
 from prefect_tune.core.storage.documents import seal_and_read_back
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.storage.shared_writers import require_conditional_create
 
 __all__ = [
     "LoadedJournal",
@@ -166,7 +165,7 @@ def append_as_guest(
     writer is faster, so that no entry comes between that state and the events. An exception of `say` ends the call.
 
     Raises:
-        StoreRefused: there are events to write, and the target supports one writer only: see `shared_writers`.
+        StoreRefused: there are events to write, and the target supports one writer only: see `conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
         CommitUnknown: the target did not say whether it wrote; call again, `say` may find its events written.
     """

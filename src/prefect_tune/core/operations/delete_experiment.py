@@ -28,8 +28,8 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, load, read,
 from prefect_tune.core.journal_events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
-from prefect_tune.core.recovery.deleted_journals import is_deletion
 from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery.stale_reads import is_deletion
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
 

@@ -16,11 +16,10 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, StoreUnavailable, UnknownVersion
 from prefect_tune.core.models import Stamp, Value, without_unset
 from prefect_tune.core.operations.scrub import Inspection
-from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.storage.shared_writers import require_conditional_create
 
 _RACES = 16
 
@@ -97,7 +96,7 @@ def leave_round(store: ObjectStore, experiment: str, known: Remembered, stamp: S
     that the other has to report. Older states are deleted. For a deleted experiment nothing is written.
 
     Raises:
-        StoreRefused: the target supports one writer only: see `shared_writers`.
+        StoreRefused: the target supports one writer only: see `conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
         CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
     """

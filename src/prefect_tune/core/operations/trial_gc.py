@@ -29,15 +29,15 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal_events.experiment_events import Pruned
+from prefect_tune.core.journal_events.experiment_events import Claim, Pruned
 from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import claims_over, clear, settle
 from prefect_tune.core.recovery.stale_reads import OutdatedStateError, journal_of
+from prefect_tune.core.storage.conditional_create import ONE_WRITER
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.storage.shared_writers import ONE_WRITER
 
 _WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
 
@@ -81,24 +81,101 @@ class _Garbage:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A trial and how to read it; `known` is the trial in its experiment's journal, where it may have ended only."""
+
+    store: ObjectStore
+    trial: TrialKey
+    side_by_side: ParallelMap
+    known: Trial | None
+
+    def state(self) -> Experiment:
+        """Read the journal that records its checkpoints."""
+        return load(self.store, journal_of(self.store, self.trial), side_by_side=self.side_by_side)
+
+    def ended(self, state: Experiment) -> Trial | None:
+        """Return the trial if it has ended: in `state`, or, since it was opened last, in the experiment's journal."""
+        found = None if state.is_removed else state.trials.get(self.trial.trial)
+        if found is None or found.phase in ENDED:
+            return found
+        known = self.known
+        elsewhere = known is not None and known.apart and known.phase in ENDED and state.opened_at <= known.absorbed
+        return found if elsewhere and found.phase in _WAITS else None
+
+    def orphans(self, own: Trial) -> Sequence[Listed]:
+        return orphans(self.store, self.trial, own, side_by_side=self.side_by_side)
+
+    def left(self, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+        return leftover(self.store, self.trial, own, max(state.settled_from, own.collected_up_to))
+
+    def held(self, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+        """Return retired checkpoints that are kept for clones, which may be over."""
+        return [key for key in self.left(state, own) if is_held(own, key)] if own.claims else []
+
+    def claims_over(self, own: Trial, checkpoints: Sequence[CheckpointKey]) -> Sequence[Claim]:
+        return claims_over(self.store, own, checkpoints, side_by_side=self.side_by_side)
+
+    def without_claims_that_are_over(self, own: Trial, checkpoints: Sequence[CheckpointKey]) -> Trial:
+        """Return the trial as `settle` would change it."""
+        over = self.claims_over(own, checkpoints)
+        return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
+
+    def settled(self, checkpoints: Sequence[CheckpointKey], stamp: Stamp) -> Trial:
+        return settle(self.store, self.trial, checkpoints, stamp, side_by_side=self.side_by_side)
+
+    def garbage(self, state: Experiment, own: Trial) -> _Garbage:
+        left = self.left(state, own)
+        doomed = [key for key in left if is_collectable(own, key)]
+        over = own.attempt if self.ended(state) else own.attempt - 1
+        answers = answers_up_to(self.store, self.trial, over)
+        return _Garbage(doomed, self.orphans(own), answers, len(left) - len(doomed))
+
+    def needs_limit(self, state: Experiment) -> bool:
+        """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
+        return self.ended(state) is not None and self._is_young(state)
+
+    def _is_young(self, state: Experiment) -> bool:
+        """Return whether a retirement now would free objects."""
+        own = state.trial(self.trial.trial)
+        beyond = own.model_copy(update={"collected_up_to": state.number + 1})
+        left = leftover(self.store, self.trial, beyond, state.number + 1)
+        now = [key for key in left if is_collectable(beyond, key) and not is_collectable(own, key)]
+        young = (each.path for each in self.orphans(beyond))
+        return bool(now) or any(blob_sequence(path) >= own.collected_up_to for path in young)
+
+    def why_not_settled(self, state: Experiment) -> str | None:
+        """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
+        if self.store.conditional_create:
+            return None
+        own = state.trial(self.trial.trial)
+        held = self.held(state, own)
+        more = self.needs_limit(state) or bool(self.claims_over(own, held))
+        return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
+
+    def pruned(self, state: Experiment, retires: Callable[[Trial], Sequence[int]] = lambda _: ()) -> Sequence[Pruned]:
+        """Return the external entry for the trial as it is in `state`; none unless it has ended."""
+        found = self.ended(state)
+        return () if found is None else [Pruned(trial=self.trial.trial, retires=tuple(retires(found)))]
+
+
 def look_for_garbage(
     store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap, known: Trial | None = None
 ) -> Collected:
     """Return what `collect_from` would delete; writes nothing."""
-    return _repeated_while_outdated(trial, partial(_looked_for, store, trial, side_by_side, known))
+    return _repeated_while_outdated(trial, partial(_looked_for, _Subject(store, trial, side_by_side, known)))
 
 
-def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap, known: Trial | None) -> Collected:
-    state = _state(store, trial, side_by_side)
+def _looked_for(subject: _Subject) -> Collected:
+    state, trial = subject.state(), subject.trial
     if trial.trial not in state.trials:
         return Collected(trial.trial)  # it was added, and not started
-    own = state.trial(trial.trial)
-    kept = _why_not_settled(store, trial, state, known, side_by_side)
-    if kept is None and _needs_line(store, trial, state, known, side_by_side):
+    own, kept = state.trial(trial.trial), subject.why_not_settled(state)
+    if kept is None and subject.needs_limit(state):
         own = own.model_copy(update={"collected_up_to": state.number + 1})
     if kept is None:
-        own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
-    return _garbage(store, trial, state, own, known, side_by_side).collected(trial, kept)
+        own = subject.without_claims_that_are_over(own, subject.held(state, own))
+    return subject.garbage(state, own).collected(trial, kept)
 
 
 def collect_from(
@@ -113,26 +190,23 @@ def collect_from(
         JournalCorrupt, UnknownVersion: as `load`.
         StoreUnavailable, CommitUnknown: call again.
     """
-    return _repeated_while_outdated(trial, partial(_collected, store, trial, stamp, side_by_side, known))
+    return _repeated_while_outdated(trial, partial(_collected, _Subject(store, trial, side_by_side, known), stamp))
 
 
-def _collected(
-    store: ObjectStore, trial: TrialKey, stamp: Stamp, side_by_side: ParallelMap, known: Trial | None
-) -> Collected:
-    state = _state(store, trial, side_by_side)
+def _collected(subject: _Subject, stamp: Stamp) -> Collected:
+    state, store, trial = subject.state(), subject.store, subject.trial
     if trial.trial not in state.trials:
         return Collected(trial.trial)
-    own, kept = state.trial(trial.trial), _why_not_settled(store, trial, state, known, side_by_side)
-    if kept is None and _needs_line(store, trial, state, known, side_by_side):
-        say = partial(_pruned, trial=trial, known=known)
-        state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
+    own, kept = state.trial(trial.trial), subject.why_not_settled(state)
+    if kept is None and subject.needs_limit(state):
+        state = append_as_guest(store, state.key, subject.pruned, stamp, side_by_side=subject.side_by_side)
         own = state.trial(trial.trial)
-    if kept is None and (held := _held(store, trial, state, own)):
-        own = settle(store, trial, held, stamp, side_by_side=side_by_side)
-    found = _garbage(store, trial, state, own, known, side_by_side)
+    if kept is None and (held := subject.held(state, own)):
+        own = subject.settled(held, stamp)
+    found = subject.garbage(state, own)
     if found.doomed:
-        clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
-    if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
+        clear(store, trial, own, found.doomed, stamp, side_by_side=subject.side_by_side)
+    if left := [*subject.orphans(own), *found.answers]:
         store.delete([each.path for each in left])
     return found.collected(trial, kept)
 
@@ -150,80 +224,6 @@ def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> C
             return Collected(trial.trial, kept="its experiment is being deleted")
 
 
-def _state(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Experiment:
-    return load(store, journal_of(store, trial), side_by_side=side_by_side)
-
-
-def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and the states it has read
-    store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: ParallelMap
-) -> _Garbage:
-    left = _left(store, trial, state, own)
-    doomed = [key for key in left if is_collectable(own, key)]
-    over = own.attempt if _ended(state, trial, known) else own.attempt - 1
-    return _Garbage(
-        doomed,
-        orphans(store, trial, own, side_by_side=side_by_side),
-        answers_up_to(store, trial, over),
-        len(left) - len(doomed),
-    )
-
-
-def _why_not_settled(
-    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: ParallelMap
-) -> str | None:
-    """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
-    if store.conditional_create:
-        return None
-    own = state.trial(trial.trial)
-    held = _held(store, trial, state, own)
-    more = _needs_line(store, trial, state, known, side_by_side)
-    more = more or bool(claims_over(store, own, held, side_by_side=side_by_side))
-    return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
-
-
-def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
-    return leftover(store, trial, own, max(state.settled_from, own.collected_up_to))
-
-
-def _held(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
-    """Return retired checkpoints that are kept for clones, which may be over."""
-    return [key for key in _left(store, trial, state, own) if is_held(own, key)] if own.claims else []
-
-
-def _without_claims_that_are_over(
-    store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: ParallelMap
-) -> Trial:
-    """Return the trial as `settle` would change it."""
-    over = claims_over(store, own, held, side_by_side=side_by_side)
-    return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
-
-
-def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | None:
-    """Return the trial if it has ended in the journal of `state`, or, since its last opening, in the experiment's."""
-    found = None if state.is_removed else state.trials.get(trial.trial)
-    if found is None or found.phase in ENDED:
-        return found
-    elsewhere = known is not None and known.apart and known.phase in ENDED and state.opened_at <= known.absorbed
-    return found if elsewhere and found.phase in _WAITS else None
-
-
-def _needs_line(
-    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: ParallelMap
-) -> bool:
-    """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
-    return _ended(state, trial, known) is not None and _is_young(store, trial, state, side_by_side)
-
-
-def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: ParallelMap) -> bool:
-    """Return whether a retirement now would free objects."""
-    known = state.trial(trial.trial)
-    beyond = known.model_copy(update={"collected_up_to": state.number + 1})
-    left = leftover(store, trial, beyond, state.number + 1)
-    now = [key for key in left if is_collectable(beyond, key) and not is_collectable(known, key)]
-    young = (each.path for each in orphans(store, trial, beyond, side_by_side=side_by_side))
-    return bool(now) or any(blob_sequence(path) >= known.collected_up_to for path in young)
-
-
 # ------------------------------------------------------------------------------------------------- pruning
 
 
@@ -237,11 +237,12 @@ def look_for_prunable(  # noqa: PLR0913 - as `prune`
     needed: Collection[int] = (),
 ) -> Sequence[int]:
     """Return what `prune` would retire; writes nothing."""
-    found = _ended(_state(store, trial, side_by_side), trial, known)
+    subject = _Subject(store, trial, side_by_side, known)
+    found = subject.ended(subject.state())
     if found is None:
         return ()
-    claimed = _claimed(trial, found, policy)
-    return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy, needed)
+    settled = subject.without_claims_that_are_over(found, _claimed(trial, found, policy))
+    return _prunable(settled, policy, needed)
 
 
 def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
@@ -260,16 +261,20 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
     forks need, and the sequences in `needed` are kept. If the trial is running again by then, none is retired: its
     owner has a policy. Other arguments and errors are those of `collect_from`.
     """
-    found = _ended(_state(store, trial, side_by_side), trial, known)
+    subject = _Subject(store, trial, side_by_side, known)
+    found = subject.ended(subject.state())
     if found is not None and (claimed := _claimed(trial, found, policy)):
-        found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
+        try:
+            found = subject.settled(claimed, stamp)
+        except Superseded:
+            return ()  # its experiment was deleted meanwhile
     if found is None or not _prunable(found, policy, needed):
         return ()
     said: Sequence[Pruned] = ()
 
     def say(state: Experiment) -> Sequence[Pruned]:
         nonlocal said
-        said = _pruned(state, trial, known, lambda now: _prunable(now, policy, needed), only_if_any=True)
+        said = [each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires]
         return said
 
     append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
@@ -291,18 +296,3 @@ def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[Check
     unwanted = frozenset(_unwanted(found, policy))
     named = {(each.step, each.sequence) for each in found.claims if each.sequence in unwanted}
     return [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in sorted(named)]
-
-
-def _pruned(
-    state: Experiment,
-    trial: TrialKey,
-    known: Trial | None,
-    chosen: Callable[[Trial], Sequence[int]] = lambda _: (),
-    *,
-    only_if_any: bool = False,
-) -> Sequence[Pruned]:
-    found = _ended(state, trial, known)
-    if found is None:
-        return ()
-    retires = tuple(chosen(found))
-    return () if only_if_any and not retires else [Pruned(trial=trial.trial, retires=retires)]

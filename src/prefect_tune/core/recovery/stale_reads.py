@@ -1,4 +1,4 @@
-"""Distinguish damage from a stale read: the trial's owner may have retired and deleted the missing objects.
+"""Distinguish damage from a stale read or a deletion: the owner may have retired and deleted the missing objects.
 
 Each deletion follows an entry of the trial's journal, and a reader may know an older state of that journal. So a
 missing or altered manifest or blob is damage only if the journal, read again after that, still needs it.
@@ -22,9 +22,13 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_held, is_live
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.recovery.deleted_journals import is_deletion
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.journal.read_entries import decode_entry, read_if_there
+from prefect_tune.core.journal_events.experiment_events import RemovalBegun, RemovalGivenUp
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
+
+_TAIL = 64
+"""How many of the last entries are searched: after a `RemovalBegun` come only few entries of external writers."""
 
 
 class OutdatedStateError(TuneError):
@@ -131,3 +135,30 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
         return store.size(key.manifest_path) is None
     found = trial_in(state, key.trial)
     return state.is_removed or (found is not None and is_collectable(found, key))
+
+
+# ------------------------------------------------------------------------------------------------ deleted journals
+
+
+def is_deletion(store: ObjectStore, key: JournalKey) -> bool:
+    """Return whether a deletion explains the missing entries of the journal `key`.
+
+    True if the newest remaining `RemovalBegun` or `RemovalGivenUp` is a `RemovalBegun`; or, without either, if no
+    blob is left: then a late write has arrived after everything was deleted.
+    """
+    numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
+    for number in reversed(numbers[-_TAIL:]):
+        said = _said_of_removal(store, key, number)
+        if said is not None:
+            return isinstance(said, RemovalBegun)
+    return not any("/blobs/" in each.path for each in store.list(key.folder))
+
+
+def _said_of_removal(store: ObjectStore, key: JournalKey, number: int) -> RemovalBegun | RemovalGivenUp | None:
+    path = key.entry_path(number)
+    try:
+        entry = None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
+    except JournalCorrupt:
+        return None
+    said = [each for each in entry.events if isinstance(each, RemovalBegun | RemovalGivenUp)] if entry else []
+    return said[-1] if said else None

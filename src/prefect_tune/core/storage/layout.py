@@ -24,12 +24,25 @@ The page says what each object is. The paths of results are built in `result_fil
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
+
+from pydantic import AfterValidator
 
 from prefect_tune.core.models import Digest, Value, valid_name
+from prefect_tune.core.storage.object_store import is_inside
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
+
+
+def _portable(path: str) -> str:
+    if not is_inside(path) or "\\" in path:
+        raise ValueError(f"path {path!r} is not a plain relative path")
+    return path
+
+
+PortablePath: TypeAlias = Annotated[str, AfterValidator(_portable)]
+"""A relative path that means the same file inside its folder on every system."""
 
 
 class JournalKey(Value):

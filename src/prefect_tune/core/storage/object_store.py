@@ -9,6 +9,11 @@ from typing import Protocol, TypeAlias
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
+def is_inside(path: str) -> bool:
+    """Return whether a relative path stays in its folder and is normalized: no empty part, '.', '..' or NUL."""
+    return not any(part in ("", ".", "..") for part in path.split("/")) and "\0" not in path
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """One object in a listing: its path relative to the store's root, and its size."""

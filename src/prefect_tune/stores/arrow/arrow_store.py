@@ -39,15 +39,19 @@ class ArrowStore:
     On a file system that is not an object storage, an object is written under a hidden name and then moved, so
     that a failed write leaves no partial object. Every write compares the size that the target then shows.
 
+    A missing root is an error; with `makes_root` it counts as empty, and the first write makes it (never a bucket).
+
     The deadline is checked between calls. A call that hangs can only be ended by `IsolatedStore`, from outside.
     """
 
-    def __init__(self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None, makes_root: bool = False
+    ) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._deadline = deadline or Deadline.never()
         self._is_whole_or_nothing = filesystem.type_name in _WHOLE_OR_NOTHING
-        self._root_was_seen = False
+        self._root_was_seen = makes_root and filesystem.type_name not in _BUCKETS
         self._has_swept = False
         # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
         handler = getattr(filesystem, "handler", None)
@@ -57,14 +61,8 @@ class ArrowStore:
     def conditional_create(self) -> bool:
         return False
 
-    def make_root(self) -> None:
-        """Create the root folder if it is missing. A bucket is never created."""
-        if self._filesystem.type_name not in _BUCKETS and self._root:
-            with self._store_errors(f"making {self._root}"):
-                self._filesystem.create_dir(self._root, recursive=True)
-
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`. Atomic only while no other process writes."""
+        """Atomic only while no other process writes."""
         place = f"{self._filesystem.type_name} {self._full(path)}"
         with one_at_a_time(place, f"create of {path!r}", self._deadline):
             self._create(path, data)
@@ -82,14 +80,13 @@ class ArrowStore:
             raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer only")
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. An existing object of the same size is not written again."""
+        """An existing object of the same size is not written again."""
         if self.size(path) == memoryview(data).nbytes:
             return
         staged = self._staged(path, data, f"put of {path!r}")
         self._publish(staged, path, data, f"put of {path!r}")
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        """See `ObjectStore.read`."""
         full = self._full(path)
         what = f"read of {path!r}"
         self._deadline.check(what)
@@ -108,7 +105,6 @@ class ArrowStore:
         return found
 
     def size(self, path: str) -> int | None:
-        """See `ObjectStore.size`."""
         full = self._full(path)
         with self._store_errors(f"size of {path!r}"):
             size_bytes = self._size_of(full)
@@ -117,7 +113,6 @@ class ArrowStore:
         return size_bytes
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
         base = self._full(folder) if folder else self._root
         with self._store_errors(f"list of {prefix!r}"):
@@ -132,7 +127,6 @@ class ArrowStore:
         return sorted(wanted, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`."""
         fulls = [self._full(path) for path in paths]
         for full in fulls:
             with self._store_errors(f"delete of {full!r}"):
@@ -270,7 +264,7 @@ class ArrowStore:
 
 
 def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None) -> ArrowStore:
-    """Open the folder `root`, and make it if need be, with fsspec's file system for `scheme`.
+    """Open the folder `root`, which the first write makes if it is missing, with fsspec's file system for `scheme`.
 
     Raises:
         StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.
@@ -282,6 +276,4 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
         filesystem = fsspec.filesystem(scheme, **(options or {}))
     except Exception as error:  # fsspec's clients have no common class of errors
         raise as_arrow_error(error, f"opening {scheme}://") from error
-    store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(filesystem)), root)
-    store.make_root()
-    return store
+    return ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(filesystem)), root, makes_root=True)

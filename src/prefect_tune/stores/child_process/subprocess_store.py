@@ -80,7 +80,7 @@ class IsolatedStore:
             return child.conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`. If the child dies or does not answer in time: `CommitUnknown`."""
+        """If the child dies or does not answer in time: `CommitUnknown`."""
         what = f"create of {checked_path(path)!r}"
         with self._taken(what) as child, self._alone(child, path, what):
             try:
@@ -96,26 +96,21 @@ class IsolatedStore:
         return nullcontext() if child.conditional_create else one_at_a_time(place, what, self._deadline)
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`."""
         self._ask({"method": "put", "path": checked_path(path)}, data)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytearray:
-        """See `ObjectStore.read`."""
         request = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
         return self._ask(request)[1]
 
     def size(self, path: str) -> int | None:
-        """See `ObjectStore.size`."""
         size: int | None = self._ask({"method": "size", "path": checked_path(path)})[0]["size"]
         return size
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """See `ObjectStore.list`."""
         reply, _ = self._ask({"method": "list", "path": checked_folder(prefix), "after": after})
         return [Listed(path, size_bytes) for path, size_bytes in reply["listed"]]
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`."""
         self._ask({"method": "delete", "paths": [checked_path(path) for path in paths]})
 
     def _ask(self, request: Head, body: Buffer = b"") -> tuple[Head, bytearray]:

@@ -18,6 +18,7 @@ from prefect_tune.core.checkpoints.artifact_index import (
     ArtifactPart,
     beyond_use,
     files_folder,
+    joined,
     newest_index,
     part_path,
     publish_index,
@@ -34,7 +35,7 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.models import Digest, digest_of
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
 
@@ -186,7 +187,7 @@ class _Sending:
         if known := self._of_digest.get((digest, name)):
             return known
         path = part_path(digest, self._number, name)
-        whole = f"{self._folder}/{path}" if self._folder else path
+        whole = joined(self._folder, path)
         if self._there.get(whole) != len(data):
             self._store.put(whole, data)
             self._written[whole] = len(data)
@@ -234,7 +235,7 @@ def _is_sendable(path: str) -> bool:
 
 def _portable(name: str) -> str:
     """Return a name that every object store takes as the last part of a path."""
-    return name[-100:]
+    return name.encode()[-100:].decode(errors="ignore")  # names are limited in bytes
 
 
 def _name(path: str) -> str:
@@ -278,7 +279,7 @@ def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFil
 
     def parts() -> Iterator[bytes]:
         for part in file.parts:
-            path = f"{folder}/{part.object}" if folder else part.object
+            path = joined(folder, part.object)
             data = bytes(store.read(path))
             if (found := digest_of(data)) != part.digest:
                 raise CheckpointCorrupt(f"{file.path!r} at {path}: expected {part.digest[:12]}…, found {found[:12]}…")
@@ -295,7 +296,7 @@ def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: S
     for each in theirs:
         if is_excluded(each.path, excludes):
             continue
-        data = bytes(store.read(f"{folder}/{each.path}" if folder else each.path))
+        data = bytes(store.read(joined(folder, each.path)))
         if len(data) != each.size_bytes:
             raise StoreUnavailable(f"{each.path}: expected {each.size_bytes} bytes, found {len(data)}; try again")
         _replace(_place(directory, each.path), iter([data]), 0o644)
@@ -304,7 +305,7 @@ def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: S
 def _place(directory: Path, path: str) -> Path:
     """Return the local path of `path`, making its folder; refuse links that lead out of `directory`."""
     place = directory / path
-    if any(part in ("", ".", "..") for part in path.split("/")):
+    if not is_inside(path):
         raise CheckpointCorrupt(f"{path!r}: the name leads out of the directory")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NewType
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
+from prefect_tune.stores.posix.syscalls import sync_folder
 
 Seal = NewType("Seal", str)
 """A digest of a directory's names, sizes, modification times and inodes. Any write to it changes the seal."""
@@ -100,8 +101,4 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.recovery.restore import restore
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside
 from prefect_tune.stores.local.directories import fresh_directory
 from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
 
@@ -128,7 +128,7 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
     inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed}
     folders = {parent for path in inside for parent in _parents(path)}
     for path, each in inside.items():
-        if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or "\\" in path:
+        if not is_inside(path) or "\\" in path:
             raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
         if path in folders and each.size_bytes:
             raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.directories import Seal, seal_of
+from prefect_tune.stores.local.directories import seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import Fetch, node_folder
 
@@ -73,7 +73,9 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
             destination.parent.mkdir(parents=True, exist_ok=True)
             _write(lock.path, _Note(building=f".{destination.name}."))
             filling.fetch(destination)
-        _write(lock.path, _note(destination, filling))
+        filled = _Note(bytes_named=filling.bytes_named, source_named=filling.source_named, seal=seal_of(destination))
+        filled.done_at_seconds = time.monotonic()
+        _write(lock.path, filled)
 
 
 def _is_taken(destination: Path) -> bool:
@@ -100,16 +102,6 @@ def _is_as_wanted(destination: Path, filling: DirectoryCopy, note: _Note, reques
         if note.source_named == filling.source_named and note.done_at_seconds >= requested_at_seconds:
             return True
     return filling.verifies(destination)
-
-
-def _note(destination: Path, filling: DirectoryCopy) -> _Note:
-    seal: Seal = seal_of(destination)
-    return _Note(
-        bytes_named=filling.bytes_named,
-        source_named=filling.source_named,
-        seal=seal,
-        done_at_seconds=time.monotonic(),
-    )
 
 
 def _remove_rubbish(destination: Path, note: _Note) -> None:

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from prefect_tune.core.checkpoints.chunking import FileStat, Piece
 from prefect_tune.core.checkpoints.commit import ParallelMap
+from prefect_tune.core.checkpoints.comparison import has_same_files
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
@@ -38,16 +39,26 @@ def transfer_pool(workers: int = TRANSFERS) -> Iterator[ParallelMap]:
             if len(first) == 1:  # for a single call, a thread costs more than it saves
                 yield function(first[0])
                 return
-            running: list[Future[_Out]] = [pool.submit(function, item) for item in first]
+            running = [_begun(pool, function, item) for item in first]
             try:
                 while running:
                     yield running.pop(0).result()
-                    running.extend(pool.submit(function, item) for item in islice(waiting, 1))
+                    running.extend(_begun(pool, function, item) for item in islice(waiting, 1))
             finally:
                 for future in running:
                     future.cancel()
 
         yield windowed
+
+
+def _begun(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
+    """Begin a call in the pool; make it here where no thread can be started, as after the end of the main thread."""
+    try:
+        return pool.submit(function, item)
+    except RuntimeError:
+        made: Future[_Out] = Future()
+        made.set_result(function(item))
+        return made
 
 
 class StagedFiles:
@@ -149,6 +160,15 @@ def _require_portable(entry: os.DirEntry[str]) -> None:
         raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
     if not (entry.is_file() or entry.is_dir()):
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
+
+
+def holds_exactly(manifest: Manifest, directory: Path) -> bool:
+    """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""
+    try:
+        with transfer_pool() as readers:
+            return has_same_files(manifest, StagedFiles(directory), side_by_side=readers)
+    except (InvalidInput, StagedFilesChanged):
+        return False
 
 
 class DirectorySink:

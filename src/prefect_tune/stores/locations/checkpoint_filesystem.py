@@ -148,11 +148,9 @@ class _VerifiedFile(io.RawIOBase):
         """Read the chunk that holds the current position, unless it is the one kept."""
         if self._chunk_start <= self._at < self._chunk_start + len(self._chunk):
             return
-        start = 0
-        for chunk in self._file.chunks:
+        for start, chunk in self._file.placed_chunks():
             if start <= self._at < start + chunk.length:
                 alone = FileRef(path=self._file.path, size_bytes=chunk.length, chunks=(chunk,))
                 with self._place.open(timeout=_TIMEOUT) as store:
                     self._chunk_start, self._chunk = start, read_committed(store, self._manifest, alone)
                 return
-            start += chunk.length

@@ -231,7 +231,7 @@ class TargetPlace:
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
         from prefect_tune.stores.local.fill_directory import DirectoryCopy
-        from prefect_tune.stores.local.verify_directory import holds_exactly
+        from prefect_tune.stores.local.staging import holds_exactly
 
         with self._opened(deadline) as (_, manifest):
             pass

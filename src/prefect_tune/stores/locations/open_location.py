@@ -15,7 +15,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never, cast
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -51,6 +51,7 @@ _OPTIONS: Mapping[Client, frozenset[str]] = {
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
 """Kinds of pyarrow file systems that need no child process: their calls end, or they exist only in this process."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -116,18 +117,20 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
         return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
     name = scheme[1].lower()
     client = _CLIENTS.get(name, Client.OTHER)
-    parts = urlsplit(text)
+    parts = _split(text, name)
     if parts.password or (parts.username and client in _OPTIONS):
         raise InvalidInput(
             f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
         )
     if client is Client.FILES:
-        return _file(text, unquote(parts.path), parts.netloc)
+        return _file(parts)
     if client is Client.OTHER:
         return _other(text, name)
     container, _, account = parts.netloc.partition("@")
     if not container:
         raise InvalidInput(f"{text!r}: expected a bucket after {name}://, found none")
+    if parts.fragment:
+        raise InvalidInput(f"{name}://{container}{parts.path}: expected no '#' in a URI: write one in a name as %23")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := options.keys() - _OPTIONS.get(client, frozenset()):
         known = ", ".join(sorted(_OPTIONS.get(client, ()))) or "none"
@@ -135,10 +138,23 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
     return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
 
 
-def _file(uri: str, path: str, host: str) -> Location:
-    if host not in ("", "localhost"):
-        raise InvalidInput(f"{uri!r}: expected no host in a file URI; did you mean file:///{host}{path}?")
-    return Location(Client.FILES, "file", "", os.path.normpath(path))
+def _split(uri: str, scheme: str) -> SplitResult:
+    """Split a URI; messages do not repeat it, since it may hold a password."""
+    if _CONTROL.search(uri):
+        raise InvalidInput(f"{scheme}://…: expected no control characters, such as a line break, in a URI")
+    try:
+        return urlsplit(uri)
+    except ValueError as error:
+        raise InvalidInput(f"{scheme}://…: not a valid URI: {error}") from error
+
+
+def _file(parts: SplitResult) -> Location:
+    if parts.netloc not in ("", "localhost"):
+        meant = f"file:///{parts.netloc}{parts.path}"
+        raise InvalidInput(f"{parts.geturl()!r}: expected no host in a file URI; did you mean {meant}?")
+    if parts.query or parts.fragment:
+        raise InvalidInput(f"{parts.geturl()!r}: expected neither '#' nor '?': write them in a name as %23 and %3F")
+    return Location(Client.FILES, "file", "", os.path.normpath(unquote(parts.path)))
 
 
 def _other(uri: str, scheme: str) -> Location:

@@ -20,7 +20,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.publish import Publisher, Temporary, discard, settle, status_at
-from prefect_tune.stores.posix.syscalls import FileSystemCalls, OsCalls, named
+from prefect_tune.stores.posix.syscalls import FileSystemCalls, named, sync_folder
 from prefect_tune.stores.posix.temp_file_cleanup import LEFTOVER_AFTER, Sweeps, remove_leftovers
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
@@ -50,7 +50,7 @@ class PosixStore:
     ) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
-        self._calls = named(calls or OsCalls())
+        self._calls = named(calls or FileSystemCalls())
         self._publisher = Publisher(self._calls, root)
         self._sweeps = sweeps or Sweeps()
         self._identity: tuple[int, int] | None = None
@@ -60,13 +60,12 @@ class PosixStore:
         return True
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._operation("create", path) as root, self._temporary(root, data) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. An existing object of the same size is not written again."""
+        """An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
@@ -75,7 +74,6 @@ class PosixStore:
                 self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        """See `ObjectStore.read`."""
         with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
             end = size_bytes if length is None else min(size_bytes, offset + length)
             pieces: list[bytes] = []
@@ -89,12 +87,10 @@ class PosixStore:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def size(self, path: str) -> int | None:
-        """See `ObjectStore.size`."""
         with self._operation("size", path) as root:
             return self._size(root, path)
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
         with self._operation("list", prefix) as root, ExitStack() as opened:
             start = self._walk(opened, root, folder)
@@ -102,7 +98,7 @@ class PosixStore:
         return sorted(found, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`. Folders that become empty are removed too."""
+        """Folders that become empty are removed too."""
         split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
         with self._operation("delete", ", ".join(paths[:3])) as root:
             for folder, of_folder in groupby(split, key=lambda of: of[0]):
@@ -326,11 +322,7 @@ def make_root(root: Path) -> None:
     try:
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
-            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                OsCalls().fsync_folder(above)
-            finally:
-                os.close(above)
+            sync_folder(folder.parent)
         if not root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
     except OSError as error:

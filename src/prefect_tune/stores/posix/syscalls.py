@@ -1,4 +1,4 @@
-"""The system calls of the file store, as an interface that tests replace by a simulated disk."""
+"""The system calls of the file store, which tests replace by those of a simulated disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
 
 _NOTHING_TO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -40,36 +41,11 @@ class FileStatus:
         return stat.S_ISLNK(self.mode)
 
 
-class FileSystemCalls(Protocol):
-    """One system call per method; names are single path components below an open folder.
+class FileSystemCalls:
+    """The calls of this machine's kernel, one per method; names are single path components below an open folder.
 
     Only `open_root` follows symbolic links. Every call raises the system's `OSError`.
     """
-
-    def open_root(self, path: str) -> int: ...
-    def open_folder(self, name: str, folder: int) -> int: ...
-    def open_file(self, name: str, folder: int) -> int: ...
-    def new_file(self, name: str, folder: int) -> int: ...
-    def close(self, file: int) -> None: ...
-    def write(self, file: int, data: memoryview) -> int: ...
-    def pread(self, file: int, length: int, offset: int) -> bytes: ...
-    def fsync(self, file: int) -> None: ...
-    def fsync_folder(self, folder: int) -> None: ...
-    def sync(self) -> None: ...
-    def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None: ...
-    def rename(self, name: str, folder: int, new_name: str, new_folder: int) -> None: ...
-    def unlink(self, name: str, folder: int) -> None: ...
-    def mkdir(self, name: str, folder: int) -> None: ...
-    def rmdir(self, name: str, folder: int) -> None: ...
-    def status(self, file: int) -> FileStatus: ...
-    def status_of(self, name: str, folder: int) -> FileStatus: ...
-    def names(self, folder: int) -> list[str]: ...
-    def is_empty(self, folder: int) -> bool: ...
-    def try_lock(self, file: int) -> bool: ...
-
-
-class OsCalls:
-    """The calls of this machine's kernel."""
 
     def open_root(self, path: str) -> int:
         return os.open(path, _FOLDER)
@@ -143,6 +119,15 @@ class OsCalls:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in `folder`, so that they survive a power cut."""
+    opened = os.open(folder, _FOLDER)
+    try:
+        FileSystemCalls().fsync_folder(opened)
+    finally:
+        os.close(opened)
 
 
 def named(calls: FileSystemCalls) -> FileSystemCalls:
