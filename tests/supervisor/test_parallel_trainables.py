@@ -32,6 +32,7 @@ from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
     family,
+    file_of,
     log_to,
     metrics_of,
     start_of,
@@ -197,6 +198,22 @@ def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_s
 ) -> None:
     with family() as ours, opens() as opened:
         require_nothing_of(ours, ends, opened, tmp_path, _WAYS)
+
+
+def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_shared_memory(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with family() as ours, trains_alone() as opened:
+        start = start_of(parallel.leaves_shared_memory, tmp_path, {"witness": str(witness)})
+        with opened(start, LOG) as channel:
+            until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
+            trial = acts_of(witness)[0].pid
+            (tracker,) = [each for each in ours.pids() if b"resource_tracker" in file_of(each, "cmdline")]
+            os.kill(tracker, signal.SIGSTOP)
+            os.kill(trial, signal.SIGKILL)
+            until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
+            os.kill(tracker, signal.SIGCONT)
+            channel.end()
+    assert not left_in_shared_memory([trial], tmp_path)
 
 
 @pytest.mark.integrations
