@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -129,6 +131,33 @@ def test_a_trial_that_fails_in_a_new_process_too_has_failed(
         for x, end in ((1, TrialEnded), (0, Broke)):
             with pool.process(module.start(x), log_to(recorder)) as channel:
                 assert isinstance(messages_of(channel)[-1], end)
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_of_the_process_that_replaces_its_own(
+    module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    module.write(f"""
+        import time
+        import prefect_tune as pt
+        if os.path.exists({str(flag)!r}):
+            time.sleep(600)
+        class Trains(pt.Trainable):
+            def step(self): return {{"x": 1}}
+            def reset_config(self, config): return config["x"] == 0
+    """)
+    first, second = (module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"}) for x in (0, 1))
+    stop = threading.Event()
+    with TrialProcessPool(slots=1, reuse="fork") as pool:
+        with pool.process(first, log_to(recorder)) as channel:
+            metrics_of(channel)
+        flag.touch()
+        os.kill(ours.one("tune-template"), signal.SIGKILL)
+        stop.set()
+        with pool.process(second, log_to(recorder), stop=stop) as channel:
+            until(lambda: channel.receive(timedelta(0)) or len(module.imports) > 2, what=lambda: "its import")
+    ours.require_none()
 
 
 @pytest.mark.parametrize("name", READ_ONCE)

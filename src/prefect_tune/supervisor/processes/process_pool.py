@@ -101,11 +101,11 @@ class TrialProcessPool:
             with trial_process(start, log, environment) as alone:
                 yield alone
             return
-        kind = TrialKind.of(start.trainable, start.import_path, environment)
+        kind, stop = TrialKind.of(start.trainable, start.import_path, environment), stop or threading.Event()
         with self._pool.using():
             child = self._pool.waiting_child(kind)
-            borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop or threading.Event()), log)
-            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind)
+            borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop), log)
+            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind, stop)
             channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()
@@ -128,6 +128,7 @@ class _Request:
     start: Start
     log: Log
     kind: TrialKind
+    stop: threading.Event
 
 
 class _Pool:
@@ -364,8 +365,8 @@ class _PooledChannel(TrialChannel):
                 "a process that was kept from an earlier trial %s; a new one is started", why or ended
             )
         with self._changing:
-            request, stop = self._request, threading.Event()
-            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, stop), request.log)
+            request = self._request
+            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, request.stop), request.log)
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin()
