@@ -29,6 +29,7 @@ from prefect_tune.core.resources import Resources
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of, error_in
 from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters
+from prefect_tune.prefect_api.api_errors import is_temporary
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
 _Answer = TypeVar("_Answer")
@@ -37,7 +38,6 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
 _AWAY = (PrefectException, httpx.HTTPError, OSError)
-_TOO_BUSY = (408, 429)
 
 
 class TaskRunnerLauncher:
@@ -203,9 +203,7 @@ def _run_of(key: str) -> FlowRun | None:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the API error may be transient."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code in _TOO_BUSY or error.response.is_server_error
-    return not isinstance(error, ObjectNotFound)
+    return is_temporary(error) or not isinstance(error, httpx.HTTPStatusError | ObjectNotFound)
 
 
 def _has_ended(flow_run: UUID, *, withdrawn: bool) -> bool:
