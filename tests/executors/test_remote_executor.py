@@ -12,6 +12,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.journal_events.experiment_events import Finished
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.models import StepReport
@@ -20,7 +21,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors import live_status_reader, remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.executors.trial_executor import Message, RemoteAttemptStarted
+from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
@@ -302,6 +303,31 @@ def test_one_journal_that_cannot_be_read_does_not_end_the_search_of_the_others(
     monkeypatch.setattr(PosixStore, "read", refuses_one)
     monkeypatch.setattr(remote_executor, "_UNREAD", NOW)
     assert {each.trial for each in executor.poll(NOW) if isinstance(each, EntryWritten)} == {"00001"}
+
+
+def test_the_end_of_an_attempt_is_known_once_its_journal_is_read(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = FarMachines()
+    executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
+    executor.start(plan_at(target), AttemptRequest(), 1, absorbed=0)
+    attempt.starts()
+    executor.poll(NOW)
+    attempt.writes(Finished(trial="00000", reason="enough"))
+    machines.end("00000")
+
+    def refuses(*_: object, **__: object) -> bytes:
+        raise StoreUnavailable("503")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(PosixStore, "read", refuses)
+        assert [*executor.poll(NOW), *executor.poll(NOW)] == []
+        outage.setattr(remote_executor, "_UNREAD", timedelta(hours=-1))
+        with pytest.raises(StoreUnavailable):
+            executor.poll(NOW)
+    written, over = executor.poll(NOW)
+    assert isinstance(written, EntryWritten)
+    assert over == AttemptExited("00000")
 
 
 def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(target: LocalTarget) -> None:
