@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.trial_stoppers import Never
+from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.reported_directory import snapshot
 from prefect_tune.runtime.session import TrialSession
 from tests.fakes.checkpoints import files_in, write
@@ -22,10 +23,10 @@ from tests.fakes.trial_processes import start_of
 from tests.runtime.test_leaving import Supervisor
 
 
-def session_in(place: Path) -> TrialSession:
+def session_in(place: Path, stopper: Stopper = Never()) -> TrialSession:  # noqa: B008  frozen: safe to share
     supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it sends no message
     start = start_of("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
-    return TrialSession(supervisor, start, Never())
+    return TrialSession(supervisor, start, stopper)
 
 
 def written(directory: str) -> object:
@@ -76,6 +77,38 @@ def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, else
         copy = snapshot(source, tmp_path / "copy")
         assert files_in(copy) == files_in(source)
         assert (copy / "weights").stat().st_mode == (source / "weights").stat().st_mode
+        (source / "newest").symlink_to("weights")
+        assert files_in(snapshot(source, tmp_path / "linked"))["newest"] == files_in(source)["weights"]
         os.mkfifo(source / "pipe")
         with pytest.raises((InvalidInput, shutil.Error), match="neither a file nor a directory"):
             snapshot(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("meant", [".", "../elsewhere", "nothing"])
+def test_a_snapshot_follows_no_link_to_a_directory_which_may_be_its_own(tmp_path: Path, meant: str) -> None:
+    source = write(tmp_path / "source", {"weights": b"1"})
+    write(tmp_path / "elsewhere", {"data": b"2"})
+    (source / "link").symlink_to(meant)
+    with pytest.raises(InvalidInput, match="link: a link to a directory, or to nothing, cannot be saved"):
+        snapshot(source, tmp_path / "copy")
+
+
+def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Looks(Stopper):
+        def __init__(self, *, back: bool) -> None:
+            self._back = back
+
+        @property
+        def looks_back(self) -> bool:
+            return self._back
+
+        def why_stop(self, reports: Sequence[StepReport]) -> None:
+            seen.append(len(reports))
+
+    for back in (True, False):
+        session = session_in(tmp_path, Looks(back=back))
+        for _ in range(3):
+            session.report({"loss": 1.0}, None)
+    assert seen == [1, 2, 3, 1, 1, 1]

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput
@@ -68,10 +68,19 @@ def snapshot(source: Path, destination: Path) -> Path:
     """Copy a directory to `destination` and return that; the source may change after this returns.
 
     Raises:
-        InvalidInput: a file was truncated during the copy, or an entry is neither a file nor a directory.
+        InvalidInput: a file was truncated during the copy, an entry is neither a file nor a directory, or a link is
+            not to a file.
     """
-    shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=_copy_file)
+    shutil.copytree(source, destination, ignore=_refuse_links, copy_function=_copy_file, dirs_exist_ok=True)
     return destination
+
+
+def _refuse_links(folder: str, names: Sequence[str]) -> Sequence[str]:
+    """Refuse the links that a commit refuses, before they are followed: one may lead to a folder that it lies in."""
+    for each in (Path(folder, name) for name in names):
+        if each.is_symlink() and not each.is_file():
+            raise InvalidInput(f"{each}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
+    return ()
 
 
 def _copy_file(source: str, destination: str) -> str:

@@ -67,7 +67,7 @@ class TrialSession:
         self._want_save = False
         self._over: TrialOver | None = None
         self._judged: str | None = None
-        self._judged_count = 0
+        self._judged_step: int | None = None
         self._milestone = start.milestone
         self._asking = False
         self._leave: Leave | None = None
@@ -217,6 +217,8 @@ class TrialSession:
         self.step += 1
         self._want_save = stored.pop("should_checkpoint", False) is True
         report = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
+        if not self._stopper.looks_back:
+            self._curve.clear()  # else a trial of a million steps holds 0.5 GB of reports
         self._curve.append(report)
         self._asking = self._milestone is not None and self.step >= self._milestone
         return report
@@ -231,8 +233,8 @@ class TrialSession:
 
         The stopper is called once per step, since its result may have been journaled.
         """
-        if self._judged_count != len(self._curve):
-            self._judged, self._judged_count = self._judgement(), len(self._curve)
+        if self._judged_step != self.step:
+            self._judged, self._judged_step = self._judgement(), self.step
         return self._judged
 
     def _judgement(self) -> str | None:
