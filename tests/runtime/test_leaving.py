@@ -57,5 +57,5 @@ def test_a_trial_that_is_told_to_save_and_leave_saves_the_step_at_which_it_leave
 
     with pytest.raises(TrialOver) as over:
         train()
-    assert over.value.left
+    assert over.value.ended.left
     assert supervisor.saved == supervisor.steps == session.step

@@ -138,22 +138,8 @@ class TrialOver(BaseException):
         question: Question | None = None,
     ) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.interrupted = interrupted
-        self.paused = paused
-        self.left = left
-        self.question = question
-
-    def ended(self, *, waits: bool = False) -> TrialEnded:
-        """Return the message that ends the attempt."""
-        return TrialEnded(
-            reason=self.reason,
-            interrupted=self.interrupted,
-            paused=self.paused,
-            left=self.left,
-            question=self.question,
-            waits=waits,
-        )
+        self.ended = TrialEnded(reason=reason, interrupted=interrupted, paused=paused, left=left, question=question)
+        """The message that ends the attempt."""
 
 
 class Session(Protocol):

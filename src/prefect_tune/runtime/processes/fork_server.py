@@ -206,8 +206,7 @@ def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
 
 def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
     """Wait until the last subreaper has exited: if one is killed meanwhile, this process ends what it leaves."""
-    for line in subreapers.values():
-        line.close()  # a free subreaper exits at once
+    _close(subreapers.values())  # a free subreaper exits at once
     while _reap(deaths, subreapers) and subreapers:
         rung([deaths])
     _end_strays(deaths)
