@@ -98,11 +98,11 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     """
     Path(start.temporary).mkdir(exist_ok=True)
     ours, theirs = socket.socketpair()
-    hold, lifeline = socket.socketpair()  # the child is killed when `hold` is closed, also by this process's death
-    descriptors = theirs.fileno(), lifeline.fileno()
+    lifeline, hold = os.pipe()  # the child is killed when `hold` is closed, also by this process's death
+    descriptors = theirs.fileno(), lifeline
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.processes.trial_process"]
-    with hold, ours:
-        with theirs, lifeline:
+    with ours, os.fdopen(hold, "wb"):
+        with theirs, os.fdopen(lifeline, "rb"):
             child = subprocess.Popen(
                 [*command, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
