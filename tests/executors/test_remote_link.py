@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor import live_status_publisher
 from prefect_tune.supervisor.search_link import Answer
+from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", trial="00000")
 GO_ON = GoOn(milestone=9)
@@ -54,13 +55,6 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     made = Ends(LocalTarget(path=str(tmp_path)))
     yield made
     made.link.close()
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 5
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(

@@ -25,7 +25,6 @@ from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
     FromTrial,
-    Start,
     StateSaved,
     StepDone,
     StopAndSave,
@@ -39,6 +38,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, save_last_step
 from prefect_tune.supervisor.trial_spec import pickled_or_path
+from tests.fakes.trial_processes import start_of
 
 Config = Mapping[str, object]
 Trains = Callable[[Config], Mapping[str, object] | None]
@@ -58,23 +58,14 @@ def _trained(
     curve: tuple[StepReport, ...] = (),
     cadence: Cadence = Cadence(),  # noqa: B008  frozen: safe to share
 ) -> Sequence[FromTrial]:
-    start = Start(
-        experiment="e",
-        trial="t",
-        attempt=1,
-        trainable=pickled_or_path(function),
-        stopper=pickled_or_path(stopper or Never()),
+    start = start_of(
+        function,
+        folder,
         import_path=(),
-        config={},
-        directory=str(folder),
-        staging=str(folder),
-        temporary=str(folder),
-        restored=None,
+        stopper=pickled_or_path(stopper or Never()),
         from_step=curve[-1].step if curve else 0,
-        trained_seconds=0,
         curve=curve,
         cadence=cadence,
-        overlap=False,
     )
     ours, theirs = socket.socketpair()
     with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:

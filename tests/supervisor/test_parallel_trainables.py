@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,26 +58,14 @@ def searches() -> Iterator[Opened]:
 
 @contextmanager
 def trains_alone() -> Iterator[Opened]:
-    """Start trial processes as `pt.durable_trainable` does."""
+    """Start trial processes as `pt.durable_trainable` does, workers of Dask and Ray, and runs of deployments."""
     with TrialProcessPool(slots=0) as pool:
         yield pool.process
 
 
-@contextmanager
-def trains_elsewhere() -> Iterator[Opened]:
-    """Start trial processes as workers of Dask and Ray do, and runs of deployments."""
-    yield supervised_process
-
-
 # --------------------------------------------------------------------------------------- as outside a trial
 
-
-@contextmanager
-def without_linux() -> Iterator[Opened]:
-    yield trial_process
-
-
-_ALL = {"a search's": searches, "by itself": trains_elsewhere, "without Linux": without_linux}
+_ALL = {"a search's": searches, "by itself": trains_alone, "without Linux": lambda: nullcontext(trial_process)}
 
 
 @pytest.fixture(params=list(_ALL))
@@ -185,14 +173,7 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
-@pytest.mark.parametrize(
-    "opens",
-    [
-        searches,
-        pytest.param(trains_alone, marks=pytest.mark.deep),
-        pytest.param(trains_elsewhere, marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.parametrize("opens", [searches, pytest.param(trains_alone, marks=pytest.mark.deep)])
 def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_started(
     opens: Callable[[], AbstractContextManager[Opened]], ends: str, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ from tests.fakes.trial_processes import (
     start_of,
     until,
 )
-from tests.trainables.processes.forked import AnotherKind, Resettable, looks_around
+from tests.trainables.processes.forked import AnotherKind, Resettable
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())
@@ -122,15 +122,6 @@ def test_who_declines_cleans_up_and_the_trial_begins_in_a_new_process(trained: T
     assert first["pid"] != second["pid"]
     assert acts(witness) == ["setup 1", "cleanup 1", "setup 2"]
     assert trained(3)["pid"] == second["pid"]
-
-
-def test_a_function_gets_a_new_process_each_time(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
-    pids = set()
-    for _ in range(2):
-        with pool.process(start_of(looks_around, tmp_path), LOG) as channel:
-            pids.add(metrics_of(channel)["pid"])
-        assert pids.isdisjoint(ours.pids())
-    assert len(pids) == 2
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed", "is interrupted", "is given up", "cannot be reset"])
