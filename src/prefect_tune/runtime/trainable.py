@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
@@ -18,6 +18,7 @@ from prefect_tune.runtime.ranks import started_by
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events.question_fields import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
+    from prefect_tune.runtime.session import TrialSession
 
 
 class Trainable:
@@ -105,7 +106,7 @@ class TrialInfo:
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
     config: Mapping[str, object]
     """Its configuration."""
-    _session: Session = field(repr=False)
+    _session: TrialSession = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -142,37 +143,9 @@ class TrialOver(BaseException):
         """The message that ends the attempt."""
 
 
-class Session(Protocol):
-    """The methods of the running trial that this module uses."""
-
-    step: int
-
-    def is_asked_to_stop(self) -> bool: ...
-
-    def new_directory(self) -> Path: ...
-
-    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
-
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None: ...
-
-    def save_last_step(self, save: Callable[[str], None]) -> None: ...
-
-    def ask(
-        self,
-        question: str,
-        fields: Mapping[str, object] | None,
-        key: str | None,
-        save: Callable[[str], None] | None,
-    ) -> dict[str, Scalar]: ...
-
-    def restored(self) -> Path | None: ...
-
-    def info(self) -> TrialInfo: ...
-
-
 # A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
-_in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
-_in_process: list[Session] = []
+_in_context: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
+_in_process: list[TrialSession] = []
 # In a process that serves several trials: threads that earlier trials have left running.
 _of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
 
@@ -272,7 +245,7 @@ def get_trial() -> TrialInfo:
     return _session("pt.get_trial").info()
 
 
-def enter(session: Session, *, whole_process: bool) -> None:
+def enter(session: TrialSession, *, whole_process: bool) -> None:
     """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
     _in_context.set(session)
     if whole_process:
@@ -280,7 +253,7 @@ def enter(session: Session, *, whole_process: bool) -> None:
         _in_process[:] = [session]
 
 
-def _reporting_session(caller: str) -> Session:
+def _reporting_session(caller: str) -> TrialSession:
     """Return the session of this trial.
 
     Raises:
@@ -295,7 +268,7 @@ def _reporting_session(caller: str) -> Session:
     return _session(caller)
 
 
-def _session(caller: str) -> Session:
+def _session(caller: str) -> TrialSession:
     session = _in_context.get(None) or next(iter(_in_process), None)
     if session is not None:
         return session

@@ -1,10 +1,11 @@
-"""Errors and warnings for a `save_checkpoint` that stores nothing."""
+"""The trial's side of an attempt: saves that store nothing, snapshots, and a trial that is to save and leave."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +16,44 @@ import pytest
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StateSaved, StepDone, ToTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.reported_directory import snapshot
 from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.trainable import TrialOver
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.trial_processes import start_of
-from tests.runtime.test_leaving import Supervisor
+
+
+class Supervisor:
+    """Sends `said` at the `moment`-th check for a message, and acknowledges every checkpoint."""
+
+    def __init__(self, moment: int, said: ToTrial) -> None:
+        self._moment = moment
+        self._said = said
+        self._looks = 0
+        self._waiting: deque[ToTrial] = deque()
+        self.steps = 0
+        self.saved = 0
+
+    def has_message(self) -> bool:
+        self._looks += 1
+        if self._looks == self._moment:
+            self._waiting.append(self._said)
+        return bool(self._waiting)
+
+    def receive(self) -> ToTrial:
+        return self._waiting.popleft()
+
+    def send(self, message: FromTrial) -> None:
+        match message:
+            case StateSaved(report=report) | StepDone(report=report, checkpoint=str()):
+                self.steps = self.saved = report.step
+                self._waiting.append(CheckpointSaved(step=report.step))
+            case StepDone(report=report):
+                self.steps = report.step
+            case _:
+                pass
 
 
 def session_in(place: Path, stopper: Stopper = Never()) -> TrialSession:  # noqa: B008  frozen: safe to share
@@ -112,3 +145,18 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
         for _ in range(3):
             session.report({"loss": 1.0}, None)
     assert seen == [1, 2, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("moment", range(1, 13))
+def test_a_trial_that_is_told_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
+    supervisor: Any = Supervisor(moment, Leave(reason="enough", save=True, for_good=True))
+    session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
+
+    def train() -> None:
+        for _ in range(12):
+            session.report_step({"loss": 1.0}, lambda _: None)
+
+    with pytest.raises(TrialOver) as over:
+        train()
+    assert over.value.ended.left
+    assert supervisor.saved == supervisor.steps == session.step
