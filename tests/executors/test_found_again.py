@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +16,15 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from tests.fakes.searches.far_attempts import FarAttempt
-from tests.fakes.searches.far_searches import Death, FarSearch
+from tests.fakes.searches.far_searches import Death, FarSearch, nothing
 from tests.fakes.searches.limits import limits_of
 
 TRIAL = "00000"
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> LocalTarget:
-    return LocalTarget(path=str(tmp_path / "target"))
-
-
-@pytest.fixture
 def attempt(target: LocalTarget) -> FarAttempt:
     return FarAttempt(target)
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(

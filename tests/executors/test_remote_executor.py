@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -27,14 +26,9 @@ from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
-from tests.fakes.searches.far_searches import FarSearch
+from tests.fakes.searches.far_searches import FarSearch, nothing
 
 NOW = timedelta(0)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> LocalTarget:
-    return LocalTarget(path=str(tmp_path / "target"))
 
 
 @pytest.fixture
@@ -83,10 +77,6 @@ def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
     monkeypatch.undo()
     executor.stop()
     assert attempt.answer(0) == StopAndSave()
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class RunAgain:
