@@ -27,9 +27,7 @@ def attempt(target: LocalTarget) -> FarAttempt:
     return FarAttempt(target)
 
 
-def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
-    target: LocalTarget, attempt: FarAttempt
-) -> None:
+def test_one_that_has_reported_nothing_yet_gets_a_request_to_stop(target: LocalTarget, attempt: FarAttempt) -> None:
     FarSearch(target).live(nothing, attempt.starts, nothing)
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
@@ -37,7 +35,7 @@ def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
     assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
 
 
-def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
+def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_itself(
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
@@ -111,7 +109,7 @@ class _ExploitingSchedule(Schedule):
         del trial
 
 
-def test_one_that_was_to_exploit_another_and_was_not_told_leaves_for_it(
+def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: object) -> None:

@@ -62,7 +62,7 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
     assert step_reports(messages) == [(1, False), (2, True)]
 
 
-def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
+def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call(
     target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
@@ -95,7 +95,7 @@ class RunAgain:
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
-def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told_what_was_decided(
+def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_the_decision(
     target: LocalTarget, *, asks_first: bool
 ) -> None:
     search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
@@ -121,7 +121,7 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
     assert again.attempt.answer(4) == GoOn(milestone=9)
 
 
-def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
+def test_an_attempt_that_resumes_at_its_milestone_is_noticed_though_it_writes_no_report(
     target: LocalTarget,
 ) -> None:
     attempt, executor = FarAttempt(target), RemoteExecutor(target, FarMachines(), look_every=NOW)
@@ -133,7 +133,7 @@ def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_i
     assert RemoteAttemptStarted("00000") in executor.poll(NOW)
 
 
-def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget) -> None:
+def test_an_attempt_that_is_run_again_gets_the_request_to_stop_again(target: LocalTarget) -> None:
     search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)

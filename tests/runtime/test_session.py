@@ -89,14 +89,14 @@ def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: 
     assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
 
 
-def test_what_a_save_that_wrote_files_returns_by_the_way_is_nobodys_matter(tmp_path: Path) -> None:
+def test_what_a_save_returns_is_ignored_if_it_wrote_files(tmp_path: Path) -> None:
     save: Any = written
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session_in(tmp_path).report_step({"loss": 1.0}, save)
 
 
-def test_a_path_in_the_place_of_a_checkpoint_is_told_how_to_make_one_of_it(tmp_path: Path) -> None:
+def test_a_path_in_place_of_a_checkpoint_is_refused_with_how_to_make_one_of_it(tmp_path: Path) -> None:
     given: Any = str(tmp_path)
     with pytest.raises(InvalidInput, match=r"as in pt\.Checkpoint\.from_directory"):
         session_in(tmp_path).report({"loss": 1.0}, given)
@@ -148,7 +148,7 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", range(1, 13))
-def test_a_trial_that_is_told_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
+def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
     supervisor: Any = Supervisor(moment, Leave(reason="enough", save=True, for_good=True))
     session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
 

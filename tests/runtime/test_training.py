@@ -185,7 +185,7 @@ def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[
     assert isinstance(said[-1], Broke)
 
 
-def test_nobody_asked_to_stop_who_was_not(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         return {"asked": pt.get_trial().should_checkpoint}
 
@@ -216,7 +216,7 @@ def test_what_a_trainable_raises_says_whose_fault_it_is(
     assert broke.cause is cause
 
 
-def test_a_trial_whose_last_step_said_done_is_not_trained_again(
+def test_a_trial_whose_last_step_reported_done_is_not_trained_again(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:
     def trains(_config: Config) -> None:
@@ -284,7 +284,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
         pt.get_trial,
     ],
 )
-def test_who_calls_where_no_trial_runs_is_told_so_by_a_name_that_there_is(call: Callable[[], None]) -> None:
+def test_a_call_where_no_trial_runs_is_refused_with_a_name_that_exists(call: Callable[[], None]) -> None:
     with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
         call()
     name = str(refused.value).partition("(")[0]

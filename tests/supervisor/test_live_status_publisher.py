@@ -84,7 +84,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
     ]
 
 
-def test_a_slow_target_gets_fewer_writes_and_readers_are_told_the_longer_period(
+def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # each write takes 2 s

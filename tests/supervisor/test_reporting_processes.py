@@ -93,7 +93,7 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
 
 
 @pytest.mark.parametrize("isolation", ["forked", "in place"])
-def test_a_trial_ends_although_only_a_thread_of_it_is_told(
+def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     pool: TrialProcessPool, tmp_path: Path, isolation: str
 ) -> None:
     start = start_of(
@@ -170,7 +170,9 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
 _REPORTS = "import prefect_tune as pt; pt.report({'loss': 1.0})"
 
 
-def test_a_program_that_a_trial_starts_is_told_where_to_report(pool: TrialProcessPool, tmp_path: Path) -> None:
+def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_report(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
     config = {"arguments": ["-c", _REPORTS]}
     with pool.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         found = metrics_of(channel)

@@ -107,7 +107,9 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
     assert copies(temporary_files) == []
 
 
-def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, staged: Path, temporary_files: Path) -> None:
+def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
+    uri: str, staged: Path, temporary_files: Path
+) -> None:
     reached, proceed = threading.Event(), threading.Event()
 
     def refuse(request: SinkRequest) -> Fault | None:
@@ -133,7 +135,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
     assert copies(temporary_files) == []
 
 
-def test_a_download_whose_process_was_killed_is_made_by_one_who_waited(
+def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:
     gate = Gate(sink, then=Fault.RESET)

@@ -41,7 +41,7 @@ def wire() -> Iterator[tuple[Connection, Connection]]:
         yield near, far
 
 
-def test_a_dead_trial_is_heard_of_although_what_it_forked_holds_the_channel_open(
+def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_open(
     wire: tuple[Connection, Connection],
 ) -> None:
     near, far = wire
@@ -56,7 +56,7 @@ def test_a_dead_trial_is_heard_of_although_what_it_forked_holds_the_channel_open
         channel.receive(SOON)
 
 
-def test_what_a_trial_said_in_the_moment_of_its_death_is_heard_first(wire: tuple[Connection, Connection]) -> None:
+def test_a_message_sent_in_the_moment_of_a_trials_death_is_received_first(wire: tuple[Connection, Connection]) -> None:
     """The message arrives after the channel was empty, and before the trial is found dead."""
     near, far = wire
     last = TrialEnded(reason="done")
@@ -87,7 +87,7 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
 # ----------------------------------------------------------------------------------------- in a real process
 
 
-def test_an_answer_that_comes_as_the_channel_closes_need_not_be_heard(wire: tuple[Connection, Connection]) -> None:
+def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Connection, Connection]) -> None:
     near, _ = wire
     channel = TrialChannel(near, Body())
     near.close()  # as another thread does that ends the trial's process

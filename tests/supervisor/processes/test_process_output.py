@@ -99,7 +99,7 @@ def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[in
     assert last.endswith("\nRuntimeError: the cause")
 
 
-def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> None:
+def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     goes_on = True
 
@@ -121,7 +121,7 @@ def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> N
     output.stop()
 
 
-def test_what_is_printed_later_is_for_whoever_starts_next(pipe: tuple[int, int]) -> None:
+def test_what_is_printed_after_the_stop_is_for_the_next_log(pipe: tuple[int, int]) -> None:
     for line in ("first", "second"):
         recorder, output = logged(pipe)
         os.write(pipe[1], f"{line}\n".encode())
@@ -138,7 +138,7 @@ def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None
 CALLER: ContextVar[str] = ContextVar("caller")
 
 
-def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
+def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: tuple[int, int]) -> None:
     with nothing_left():
         CALLER.set("this task")
         recorder, output = logged(pipe, CALLER.get)

@@ -193,7 +193,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
         ("segfault", "ended by SIGSEGV"),
     ],
 )
-def test_how_a_process_ended_is_said_exactly_and_its_last_words(
+def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
     process = pool.process if forks else trial_process
@@ -225,7 +225,7 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
             assert set(recorder.answers) == {name}
 
 
-def test_a_trial_is_told_to_stop_and_says_what_it_raised(pool: TrialProcessPool, tmp_path: Path) -> None:
+def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialProcessPool, tmp_path: Path) -> None:
     def fails(_config: object) -> None:
         raise ValueError("shapes differ")
 
@@ -284,7 +284,7 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
         assert not started & set(ours.pids())  # only the subreaper, which has reported its end, may still run
 
 
-def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
+def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
     with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
@@ -370,7 +370,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_machine_without_room_for_another_process_is_said_to_be_one() -> None:
+def test_a_machine_without_room_for_another_process_is_named_in_the_error() -> None:
     ours, subreapers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, subreapers:
         subreapers.send(b"failed 11")
