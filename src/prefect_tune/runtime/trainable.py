@@ -146,8 +146,10 @@ class TrialOver(BaseException):
 # A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
 _in_context: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
 _in_process: list[TrialSession] = []
-# In a process that serves several trials: threads that earlier trials have left running.
+# In a process that serves several trials: threads that earlier trials have left running, and those that ran before the
+# first trial, such as a pool that the trainable's module has made. The latter serve each trial.
 _of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
+_of_import: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
@@ -249,7 +251,11 @@ def enter(session: TrialSession, *, whole_process: bool) -> None:
     """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
     _in_context.set(session)
     if whole_process:
-        _of_earlier_trials.update(each for each in threading.enumerate() if each is not threading.current_thread())
+        others = (each for each in threading.enumerate() if each is not threading.current_thread())
+        if _in_process:
+            _of_earlier_trials.update(each for each in others if each not in _of_import)
+        else:
+            _of_import.update(others)
         _in_process[:] = [session]
 
 

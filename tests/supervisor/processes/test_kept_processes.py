@@ -17,6 +17,7 @@ from prefect_tune.supervisor.processes import worker_pools
 from prefect_tune.supervisor.processes.process_channel import trial_in_place
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.processes.worker_pools import worker_pool
+from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -55,6 +56,22 @@ def test_a_process_that_is_kept_serves_functions_and_begins_each_as_if_it_were_n
         3,
     )
     assert [(each["mark"], each["here"]) for each in found] == [("", str(Path.cwd()))] * 3
+
+
+@pytest.mark.parametrize("reuse", ["keep", "never"])
+def test_threads_that_the_import_has_started_report_for_each_trial(
+    trains: Trains, module: Module, reuse: Reuse
+) -> None:
+    module.write("""
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'from': 'a thread'}).result()
+            return {'x': config['x']}
+    """)
+    assert [each["from"] for each in trains(2, reuse)] == ["a thread"] * 2
 
 
 def test_a_function_that_imports_much_by_itself_is_not_forked_for_each_trial(trains: Trains, module: Module) -> None:
