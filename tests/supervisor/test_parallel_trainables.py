@@ -65,7 +65,11 @@ def trains_alone() -> Iterator[Opened]:
 
 # --------------------------------------------------------------------------------------- as outside a trial
 
-_ALL = {"a search's": searches, "by itself": trains_alone, "without Linux": lambda: nullcontext(trial_process)}
+_ALL: Mapping[str, Callable[[], AbstractContextManager[Opened]]] = {
+    "a search's": searches,
+    "by itself": trains_alone,
+    "without Linux": lambda: nullcontext(trial_process),
+}
 
 
 @pytest.fixture(params=list(_ALL))
