@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +16,10 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from tests.fakes.searches.far_attempts import FarAttempt
-from tests.fakes.searches.far_searches import Death, FarSearch
+from tests.fakes.searches.far_searches import Death, FarSearch, nothing
 from tests.fakes.searches.limits import limits_of
 
 TRIAL = "00000"
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> LocalTarget:
-    return LocalTarget(path=str(tmp_path / "target"))
 
 
 @pytest.fixture
@@ -33,13 +27,7 @@ def attempt(target: LocalTarget) -> FarAttempt:
     return FarAttempt(target)
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
-def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
-    target: LocalTarget, attempt: FarAttempt
-) -> None:
+def test_one_that_has_reported_nothing_yet_gets_a_request_to_stop(target: LocalTarget, attempt: FarAttempt) -> None:
     FarSearch(target).live(nothing, attempt.starts, nothing)
     resumed = FarSearch(target)
     resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
@@ -47,7 +35,7 @@ def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
     assert attempt.answer() == Leave(reason="enough", save=True, for_good=True, end="interrupted")
 
 
-def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
+def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_itself(
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
@@ -121,7 +109,7 @@ class _ExploitingSchedule(Schedule):
         del trial
 
 
-def test_one_that_was_to_exploit_another_and_was_not_told_leaves_for_it(
+def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*_: object) -> None:

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.journal_events.experiment_events import Finished
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.models import StepReport
@@ -20,20 +20,15 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors import live_status_reader, remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.executors.trial_executor import Message, RemoteAttemptStarted
+from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
-from tests.fakes.searches.far_searches import FarSearch
+from tests.fakes.searches.far_searches import FarSearch, nothing
 
 NOW = timedelta(0)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> LocalTarget:
-    return LocalTarget(path=str(tmp_path / "target"))
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
     assert step_reports(messages) == [(1, False), (2, True)]
 
 
-def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
+def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call(
     target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
@@ -82,10 +77,6 @@ def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
     monkeypatch.undo()
     executor.stop()
     assert attempt.answer(0) == StopAndSave()
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class RunAgain:
@@ -104,7 +95,7 @@ class RunAgain:
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
-def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told_what_was_decided(
+def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_the_decision(
     target: LocalTarget, *, asks_first: bool
 ) -> None:
     search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
@@ -130,7 +121,7 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
     assert again.attempt.answer(4) == GoOn(milestone=9)
 
 
-def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
+def test_an_attempt_that_resumes_at_its_milestone_is_noticed_though_it_writes_no_report(
     target: LocalTarget,
 ) -> None:
     attempt, executor = FarAttempt(target), RemoteExecutor(target, FarMachines(), look_every=NOW)
@@ -142,7 +133,7 @@ def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_i
     assert RemoteAttemptStarted("00000") in executor.poll(NOW)
 
 
-def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget) -> None:
+def test_an_attempt_that_is_run_again_gets_the_request_to_stop_again(target: LocalTarget) -> None:
     search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
@@ -302,6 +293,31 @@ def test_one_journal_that_cannot_be_read_does_not_end_the_search_of_the_others(
     monkeypatch.setattr(PosixStore, "read", refuses_one)
     monkeypatch.setattr(remote_executor, "_UNREAD", NOW)
     assert {each.trial for each in executor.poll(NOW) if isinstance(each, EntryWritten)} == {"00001"}
+
+
+def test_the_end_of_an_attempt_is_known_once_its_journal_is_read(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = FarMachines()
+    executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
+    executor.start(plan_at(target), AttemptRequest(), 1, absorbed=0)
+    attempt.starts()
+    executor.poll(NOW)
+    attempt.writes(Finished(trial="00000", reason="enough"))
+    machines.end("00000")
+
+    def refuses(*_: object, **__: object) -> bytes:
+        raise StoreUnavailable("503")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(PosixStore, "read", refuses)
+        assert [*executor.poll(NOW), *executor.poll(NOW)] == []
+        outage.setattr(remote_executor, "_UNREAD", timedelta(hours=-1))
+        with pytest.raises(StoreUnavailable):
+            executor.poll(NOW)
+    written, over = executor.poll(NOW)
+    assert isinstance(written, EntryWritten)
+    assert over == AttemptExited("00000")
 
 
 def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(target: LocalTarget) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor import live_status_publisher
 from prefect_tune.supervisor.search_link import Answer
+from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", trial="00000")
 GO_ON = GoOn(milestone=9)
@@ -56,14 +57,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     made.link.close()
 
 
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 5
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(
+def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_warns_once(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read, refusals = PosixStore.read, [StoreRefused("AccessDenied")] * 5
@@ -86,7 +80,7 @@ def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(
 
 
 @pytest.mark.parametrize("damaged", [b"junk", b'{"version":2}'])
-def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: bytes) -> None:
+def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged: bytes) -> None:
     path = Path(ends.target.path) / TRIAL.answer_path(1, 3)
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
@@ -95,7 +89,7 @@ def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: by
     assert ends.received == []
 
 
-def test_what_a_trial_did_not_ask_for_it_is_told_once(ends: Ends) -> None:
+def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
     ends.say(LEAVE)
     until(lambda: ends.received)
     ends.ask(3)

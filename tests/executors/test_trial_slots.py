@@ -140,7 +140,7 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
         ({"concurrency_limits": ["none-such"]}, "Prefect has no global concurrency limit 'none-such'"),
     ],
 )
-def test_what_cannot_be_had_is_said_before_anything_is_written(
+def test_resources_that_are_not_there_are_refused_before_anything_is_written(
     options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(pt.InvalidInput, match=said):

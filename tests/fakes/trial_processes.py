@@ -147,7 +147,9 @@ def family() -> Any:
     made.require_none()
 
 
-def until(condition: Callable[[], object], *, seconds: float = 10, what: Callable[[], str]) -> None:
+def until(
+    condition: Callable[[], object], *, seconds: float = 10, what: Callable[[], str] = lambda: "the expected state"
+) -> None:
     """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

@@ -25,7 +25,6 @@ from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
     FromTrial,
-    Start,
     StateSaved,
     StepDone,
     StopAndSave,
@@ -39,6 +38,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, save_last_step
 from prefect_tune.supervisor.trial_spec import pickled_or_path
+from tests.fakes.trial_processes import start_of
 
 Config = Mapping[str, object]
 Trains = Callable[[Config], Mapping[str, object] | None]
@@ -58,23 +58,14 @@ def _trained(
     curve: tuple[StepReport, ...] = (),
     cadence: Cadence = Cadence(),  # noqa: B008  frozen: safe to share
 ) -> Sequence[FromTrial]:
-    start = Start(
-        experiment="e",
-        trial="t",
-        attempt=1,
-        trainable=pickled_or_path(function),
-        stopper=pickled_or_path(stopper or Never()),
+    start = start_of(
+        function,
+        folder,
         import_path=(),
-        config={},
-        directory=str(folder),
-        staging=str(folder),
-        temporary=str(folder),
-        restored=None,
+        stopper=pickled_or_path(stopper or Never()),
         from_step=curve[-1].step if curve else 0,
-        trained_seconds=0,
         curve=curve,
         cadence=cadence,
-        overlap=False,
     )
     ours, theirs = socket.socketpair()
     with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:
@@ -194,7 +185,7 @@ def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[
     assert isinstance(said[-1], Broke)
 
 
-def test_nobody_asked_to_stop_who_was_not(trained: Callable[..., Sequence[FromTrial]]) -> None:
+def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         return {"asked": pt.get_trial().should_checkpoint}
 
@@ -242,7 +233,7 @@ def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Callable
     assert "trial_process.py" in broke.traceback
 
 
-def test_a_trial_whose_last_step_said_done_is_not_trained_again(
+def test_a_trial_whose_last_step_reported_done_is_not_trained_again(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:
     def trains(_config: Config) -> None:
@@ -310,7 +301,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
         pt.get_trial,
     ],
 )
-def test_who_calls_where_no_trial_runs_is_told_so_by_a_name_that_there_is(call: Callable[[], None]) -> None:
+def test_a_call_where_no_trial_runs_is_refused_with_a_name_that_exists(call: Callable[[], None]) -> None:
     with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
         call()
     name = str(refused.value).partition("(")[0]

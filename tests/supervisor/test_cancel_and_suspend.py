@@ -12,6 +12,7 @@ from contextvars import copy_context
 from datetime import timedelta
 
 import pytest
+from prefect.exceptions import TerminationSignal
 
 from prefect_tune import storage_retries
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
@@ -50,6 +51,28 @@ def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) 
     with pytest.raises(FlowTimedOut):
         interruptible(work, grace=timedelta(seconds=20))
     assert ended.is_set()
+
+
+def test_however_many_sigterms_arrive_the_trial_saves_and_ends() -> None:
+    saved = []
+
+    def work(stop: threading.Event) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            stop.wait(20)
+            time.sleep(0.1)  # the main thread waits again by then, or has given up
+        saved.append("saved")
+
+    def terminates(number: int, _frame: object) -> None:
+        raise TerminationSignal(number)
+
+    before = signal.signal(signal.SIGUSR2, terminates)
+    try:
+        with pytest.raises(TerminationSignal):
+            interruptible(work, grace=timedelta(seconds=20))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert saved == ["saved"]
 
 
 def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:

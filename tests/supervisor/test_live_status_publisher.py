@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -16,6 +16,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.supervisor import live_status_publisher
 from prefect_tune.supervisor.live_status_publisher import LiveStatusPublisher
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+from tests.fakes.trial_processes import until
 
 KEY = JournalKey(experiment="e")
 OFTEN = timedelta(milliseconds=5)
@@ -33,11 +34,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 def publisher(period: timedelta | None, running: Sequence[RunningTrial]) -> LiveStatusPublisher:
     return LiveStatusPublisher(BucketTarget(name="live"), KEY, period, lambda: (STATE, list(running)))
-
-
-def until(holds: Callable[[], object]) -> None:
-    while not holds():
-        time.sleep(0.005)  # the test's timeout ends it
 
 
 def test_nothing_is_written_before_an_attempt_begins(bucket: Bucket) -> None:
@@ -88,7 +84,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
     ]
 
 
-def test_a_slow_target_gets_fewer_writes_and_readers_are_told_the_longer_period(
+def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # each write takes 2 s

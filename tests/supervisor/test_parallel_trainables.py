@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
     family,
+    file_of,
     log_to,
     metrics_of,
     start_of,
@@ -57,26 +58,18 @@ def searches() -> Iterator[Opened]:
 
 @contextmanager
 def trains_alone() -> Iterator[Opened]:
-    """Start trial processes as `pt.durable_trainable` does."""
+    """Start trial processes as `pt.durable_trainable` does, workers of Dask and Ray, and runs of deployments."""
     with TrialProcessPool(slots=0) as pool:
         yield pool.process
 
 
-@contextmanager
-def trains_elsewhere() -> Iterator[Opened]:
-    """Start trial processes as workers of Dask and Ray do, and runs of deployments."""
-    yield supervised_process
-
-
 # --------------------------------------------------------------------------------------- as outside a trial
 
-
-@contextmanager
-def without_linux() -> Iterator[Opened]:
-    yield trial_process
-
-
-_ALL = {"a search's": searches, "by itself": trains_elsewhere, "without Linux": without_linux}
+_ALL: Mapping[str, Callable[[], AbstractContextManager[Opened]]] = {
+    "a search's": searches,
+    "by itself": trains_alone,
+    "without Linux": lambda: nullcontext(trial_process),
+}
 
 
 @pytest.fixture(params=list(_ALL))
@@ -184,19 +177,28 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
-@pytest.mark.parametrize(
-    "opens",
-    [
-        searches,
-        pytest.param(trains_alone, marks=pytest.mark.deep),
-        pytest.param(trains_elsewhere, marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.parametrize("opens", [searches, pytest.param(trains_alone, marks=pytest.mark.deep)])
 def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_started(
     opens: Callable[[], AbstractContextManager[Opened]], ends: str, tmp_path: Path
 ) -> None:
     with family() as ours, opens() as opened:
         require_nothing_of(ours, ends, opened, tmp_path, _WAYS)
+
+
+def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_shared_memory(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with family() as ours, trains_alone() as opened:
+        start = start_of(parallel.leaves_shared_memory, tmp_path, {"witness": str(witness)})
+        with opened(start, LOG) as channel:
+            until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
+            trial = acts_of(witness)[0].pid
+            (tracker,) = [each for each in ours.pids() if b"resource_tracker" in file_of(each, "cmdline")]
+            os.kill(tracker, signal.SIGSTOP)
+            os.kill(trial, signal.SIGKILL)
+            until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
+            os.kill(tracker, signal.SIGCONT)
+            channel.end()
+    assert not left_in_shared_memory([trial], tmp_path)
 
 
 @pytest.mark.integrations

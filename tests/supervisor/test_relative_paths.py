@@ -12,8 +12,10 @@ import pytest
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
 from prefect_tune.loggers import CSVLogger
+from prefect_tune.runtime.load_named import load_named
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
@@ -83,6 +85,8 @@ def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch
     (tmp_path / "gone").rmdir()
     monkeypatch.setattr(sys, "path", ["", "code"])
     assert import_path() == ("", "code")
+    with pytest.raises(InvalidInput, match=r"No module named 'no_such_module'.*directory that has been removed"):
+        load_named("no_such_module:train")
 
 
 def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(

@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of
 from tests.trainables.processes import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]
@@ -53,13 +53,6 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
         if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
             channel.tell(CheckpointSaved(step=messages[-1].report.step))
     return messages
-
-
-def metrics_after(channel: TrialChannel) -> Mapping[str, Any]:
-    *_, last, ended = messages_of(channel)
-    assert isinstance(ended, TrialEnded), ended
-    assert isinstance(last, StepDone)
-    return last.report.metrics
 
 
 # ------------------------------------------------------------------------------------------------------- threads
@@ -100,7 +93,7 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
 
 
 @pytest.mark.parametrize("isolation", ["forked", "in place"])
-def test_a_trial_ends_although_only_a_thread_of_it_is_told(
+def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     pool: TrialProcessPool, tmp_path: Path, isolation: str
 ) -> None:
     start = start_of(
@@ -138,7 +131,7 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
 def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
     with pool.process(start, log_to(LogRecorder())) as channel:
-        (said,) = metrics_after(channel)["said"]
+        (said,) = metrics_of(channel)["said"]
     assert "pt.report(): expected process " in said
     assert "which trains trial 't'" in said
     assert "through a queue, a pipe or a pool" in said
@@ -146,12 +139,12 @@ def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool,
 
 def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
     with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(LogRecorder())) as channel:
-        assert metrics_after(channel) == {"found": ["t", 0, True]}
+        assert metrics_of(channel) == {"found": ["t", 0, True]}
 
 
 def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path: Path) -> None:
     with opened(start_of(reporters.shows_sockets, tmp_path), log_to(LogRecorder())) as channel:
-        found = metrics_after(channel)
+        found = metrics_of(channel)
     assert found["here"]
     assert found["program"] == []
     if opened is not trial_in_place:  # there the supervisor's end, and other sockets of its process, are among them
@@ -177,10 +170,12 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
 _REPORTS = "import prefect_tune as pt; pt.report({'loss': 1.0})"
 
 
-def test_a_program_that_a_trial_starts_is_told_where_to_report(pool: TrialProcessPool, tmp_path: Path) -> None:
+def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_report(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
     config = {"arguments": ["-c", _REPORTS]}
     with pool.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
-        found = metrics_after(channel)
+        found = metrics_of(channel)
     assert found["code"] == 1
     assert "InvalidInput: pt.report(): expected process " in found["said"]
 
@@ -192,6 +187,6 @@ def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
     opened: Opened = pool.process if way == "forked" else trial_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
     with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
-        said = metrics_after(channel)["refused"]
+        said = metrics_of(channel)["refused"]
     assert "One process trains a trial" in said
     assert "devices=1" in said

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -71,11 +71,17 @@ class _RemoteAttempt:
     """Whether a newer search has started the trial again: this one must not answer it any more."""
     looked_at: float = 0.0
     """When its live status was read last, in seconds of the monotonic clock."""
+    unread_since: float | None = None
+    """Since when reads of its journal fail, in seconds of the monotonic clock; None if the last one succeeded."""
 
     def is_to_look_at(self, now: float) -> bool:
         """Whether its live status is to be read again."""
         period = self.plan.sync.live_period
         return period is not None and now - self.looked_at >= period.total_seconds()
+
+    def is_unread(self, now: float) -> bool:
+        """Whether its journal may have entries that were not read; False after 10 minutes of errors."""
+        return self.unread_since is not None and now - self.unread_since <= _UNREAD.total_seconds()
 
     def reply(self, step: int, said: GoOn | Leave | StopAndSave) -> _Reply:
         """Return the reply to this attempt at `step`."""
@@ -99,6 +105,7 @@ class RemoteExecutor:
         self._experiment_id: str | None = None
         self._stopped = False
         self._unread_since: float | None = None
+        self._over: list[AttemptExited] = []
         self._unsent: list[_Reply] = []
 
     @property
@@ -139,12 +146,17 @@ class RemoteExecutor:
             self._stopped = True
 
     def poll(self, patience: timedelta) -> list[Message]:
-        """Send the answers; return the new messages, and wait up to `patience` for the first."""
+        """Send the answers; return the new messages, and wait up to `patience` for the first.
+
+        The end of an attempt is returned after all entries of its journal; while that cannot be read, later.
+        """
         self._send_queued()
         end = time.monotonic() + patience.total_seconds()
         while True:
-            over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
+            self._wait_for_ends(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
             messages = [*self._read_journals(), *self._latest()]
+            over = [each for each in self._over if not self._attempts[each.trial].is_unread(time.monotonic())]
+            self._over = [each for each in self._over if each not in over]
             if messages or over or time.monotonic() >= end:
                 return [*messages, *over]
 
@@ -166,21 +178,21 @@ class RemoteExecutor:
         else:
             self._ends.put(AttemptExited(trial))
 
-    def _over(self, patience: timedelta) -> list[AttemptExited]:
-        found: list[AttemptExited] = []
-        try:
-            found.append(self._ends.get(timeout=patience.total_seconds()))
+    def _wait_for_ends(self, patience: timedelta) -> None:
+        """Take over the attempts that have ended; wait up to `patience` for the first."""
+        with suppress(queue.Empty):
+            self._over.append(self._ends.get(timeout=patience.total_seconds()))
             while True:
-                found.append(self._ends.get_nowait())
-        except queue.Empty:
-            return found
+                self._over.append(self._ends.get_nowait())
 
     def _read_journals(self) -> list[Message]:
         """Return the messages of new entries in all journals. If the target fails, a later call reads the rest."""
         read: list[tuple[_RemoteAttempt, Sequence[Entry]]] = []
         failed: list[StoreUnavailable | StoreRefused] = []
+        attempts, now = [*self._attempts.values()], time.monotonic()
+        for each in attempts:
+            each.unread_since = each.unread_since or now  # until it is read
         with _noted(failed), self._target.open(timeout=_REQUEST) as store, transfer_pool() as transfers:
-            attempts = [*self._attempts.values()]
             read += zip(attempts, transfers(partial(_new_entries, store, failed), attempts), strict=True)
         target_works = len(failed) < len(read)  # at least one read succeeded
         self._note_unread(() if target_works else failed)
@@ -282,4 +294,5 @@ def _new_entries(
         while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
             attempt.read = entry.number
             entries.append(entry)
+        attempt.unread_since = None
     return entries

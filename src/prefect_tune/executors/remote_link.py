@@ -61,22 +61,12 @@ class StoreLink(AnsweringLink):
         sharing: PoolSharing = PoolSharing(),
     ) -> None:
         """Args: live_period: how often the attempt publishes its newest report, which its journal has later."""
+        super().__init__()
         self._target = target
         self._trial = trial
         self._attempt = attempt
         self._live_period = live_period
         self._sharing = sharing
-        self._open()
-
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]:
-        return self._target, self._trial, self._attempt, self._live_period, self._sharing
-
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, timedelta | None, PoolSharing]) -> None:
-        self._target, self._trial, self._attempt, self._live_period, self._sharing = state
-        self._open()
-
-    def _open(self) -> None:
-        super().__init__()
         self.stop = threading.Event()
         self._asked: int | None = None
         self._asks = threading.Event()
@@ -87,6 +77,9 @@ class StoreLink(AnsweringLink):
         self._watching: threading.Thread | None = None
         self._live: LiveStatusObserver | None = None
         self._journal: Experiment | None = None
+
+    def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
+        return StoreLink, (self._target, self._trial, self._attempt, self._live_period, self._sharing)
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 from prefect import Task
@@ -114,26 +114,23 @@ def have_ended(executor: TrialExecutor, grace: timedelta) -> None:
 
 Ended: TypeAlias = Callable[[BaseException | None], None]
 """Called when an attempt has ended, with the error of its task if there was one."""
-Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], object]
-"""Starts an attempt; returns what has to be kept until it has ended."""
+Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], None]
+"""Starts an attempt."""
 
 
 def attempts_on(threads: Executor) -> Launch:
     """Return a launch that runs each attempt's task in one of `threads`."""
 
-    def launch(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
-        task, context = attempt_of(plan), copy_context()
-        return threads.submit(lambda: context.run(_call, task, plan, request, link, ended))
+    def launch(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+        threads.submit(copy_context().run, _call, attempt_of(plan), plan, request, link, ended)
 
     return launch
 
 
-def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
+def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
     work = (_call, run_trial, plan, request, link, ended)
-    thread = threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 
 def _call(task: _AttemptTask, plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
@@ -171,7 +168,6 @@ class LocalExecutor:
         self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._links: dict[str, InProcessLink] = {}
-        self._running: dict[str, object] = {}
 
     def __len__(self) -> int:
         return len(self._links)
@@ -184,9 +180,8 @@ class LocalExecutor:
         trial = plan.trial.trial
         link = InProcessLink(trial, self._inbox.put, self._pool)
         self._links[trial] = link
-        exited = partial(AttemptExited, trial)
-        self._running[trial] = self._launch(
-            plan, self._placed(trial, request), link, lambda error: self._inbox.put(exited(error))
+        self._launch(
+            plan, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
         )
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -208,7 +203,7 @@ class LocalExecutor:
             return messages
 
     def forget(self, trial: str) -> None:
-        del self._links[trial], self._running[trial]
+        del self._links[trial]
         self._places.pop(trial, None)
 
     def _placed(self, trial: str, request: AttemptRequest) -> AttemptRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -86,7 +86,7 @@ def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
     It holds configurations and answers from a target. In an object, Prefect would load blocks that it refers to
     (`$ref`), and render templates (`__prefect_kind`).
     """
-    return {_AS_TEXT: _orders.dump_json(replace(request)).decode()}
+    return {_AS_TEXT: _orders.dump_json(request).decode()}
 
 
 def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:

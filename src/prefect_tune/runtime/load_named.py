@@ -68,7 +68,15 @@ def import_advice(error: BaseException) -> str:
     raised = f"{type(error).__name__}: {error}{_raised_at(error)}"
     if isinstance(error, SystemExit):
         return f"{raised}. Run what may end the program only under `if __name__ == '__main__':`"
-    return f"{raised}. Make it importable where it runs (working directory {Path.cwd()})"
+    return f"{raised}. Make it importable where it runs (working directory {working_directory()})"
+
+
+def working_directory() -> str:
+    """Return the working directory, for messages; it may have been removed."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "that has been removed"
 
 
 def _raised_at(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,17 +67,26 @@ def snapshot(source: Path, destination: Path) -> Path:
     """Copy a directory to `destination` and return that; the source may change after this returns.
 
     Raises:
-        InvalidInput: a file was truncated during the copy, or an entry is neither a file nor a directory.
+        InvalidInput: a file was truncated during the copy, an entry is neither a file nor a directory, or a link is
+            not to a file.
+        OSError: such as a full disk; `shutil.copytree` would raise one without its number.
     """
-    shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=_copy_file)
+    destination.mkdir(exist_ok=True)
+    for each in source.iterdir():
+        if each.is_symlink() and not each.is_file():  # a link to a folder may lead to one that it lies in
+            raise InvalidInput(f"{each}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
+        if each.is_dir():
+            snapshot(each, destination / each.name)
+        else:
+            _copy_file(each, destination / each.name)
     return destination
 
 
-def _copy_file(source: str, destination: str) -> str:
+def _copy_file(source: Path, destination: Path) -> None:
     """Copy a file inside the kernel; on XFS and Btrfs the copy shares the bytes, and takes milliseconds."""
-    if not stat.S_ISREG(Path(source).stat().st_mode):  # opening a named pipe would block until it has a writer
+    if not source.is_file():  # opening a named pipe would block until it has a writer
         raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
-    with Path(source).open("rb") as reading, Path(destination).open("wb") as writing:
+    with source.open("rb") as reading, destination.open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0
         while done < size and (sent := _copy_range(reading.fileno(), writing.fileno(), done, size - done)):
@@ -86,7 +94,6 @@ def _copy_file(source: str, destination: str) -> str:
     if done != size:
         raise InvalidInput(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
     shutil.copymode(source, destination)
-    return destination
 
 
 def _copy_range(source: int, destination: int, offset: int, count: int) -> int:

@@ -33,7 +33,7 @@ from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.ranks import require_first_rank
 from prefect_tune.runtime.reported_directory import local_directory, require_written, snapshot
-from prefect_tune.runtime.supervisor_connection import SupervisorEnd
+from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import TrialInfo, TrialOver
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TrialSession:
     complete before the next one begins. A forked child may only read it.
     """
 
-    def __init__(self, connection: SupervisorEnd, start: Start, stopper: Stopper) -> None:
+    def __init__(self, connection: SupervisorConnection, start: Start, stopper: Stopper) -> None:
         self._connection = connection
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._reports = threading.RLock()  # held during a call; again by a `save` that calls back
@@ -60,14 +60,14 @@ class TrialSession:
         self._start = start
         self._stopper = stopper
         self._curve: list[StepReport] = list(start.curve)
-        self._trained = timedelta(seconds=start.trained_seconds)
+        self._trained_seconds = start.trained_seconds
         self._resumed_at = time.monotonic()
         self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading: int | None = None
         self._want_save = False
         self._over: TrialOver | None = None
         self._judged: str | None = None
-        self._judged_count = 0
+        self._judged_step: int | None = None
         self._milestone = start.milestone
         self._asking = False
         self._leave: Leave | None = None
@@ -125,7 +125,7 @@ class TrialSession:
                 self.tell(report)
             self.heed_milestone()
             self.listen()  # the last time in this step: a later request to save and end is served after the next step
-            wants = self.wants_state
+            wants = self.asked_to_stop or (self._leave is not None and self._leave.save)
             if wants and not saves:
                 self.hand_over_state(report, self._written_by(save))
             self._end(saved=saves or wants)
@@ -153,7 +153,7 @@ class TrialSession:
                 return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
             if save is not None:
                 self.save_last_step(save)
-            self.settle()
+            self._wait_for_upload()
             raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
@@ -163,10 +163,10 @@ class TrialSession:
             if self._over is None:
                 if returned is not None:
                     self.tell(self.count(returned))
-                self.settle()
+                self._wait_for_upload()
                 self._over = TrialOver("the trainable returned")
-                return TrialEnded(reason=self._over.reason, returned=True)
-            return self._over.ended()  # TrialOver was raised in another thread, or a broad except has caught it
+                return self._over.ended.model_copy(update={"returned": True})
+            return self._over.ended  # TrialOver was raised in another thread, or a broad except has caught it
 
     @contextmanager
     def _reporting(self, call: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class TrialSession:
         """Record how the trial ends; if this is not the trainable's own thread, limit its time to return."""
         self._over = over
         if threading.get_ident() != self._thread and self._overdue is None:
-            self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended()])
+            self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended])
             self._overdue.daemon = True
             self._overdue.start()
         return over
@@ -203,7 +203,9 @@ class TrialSession:
     def _is_save_due(self) -> bool:
         cadence = self._start.cadence
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
-        return self.wants_save() or cadence.due(steps, elapsed) or (cadence.at_end and self.why_stop() is not None)
+        self.listen()
+        wants = self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
+        return wants or cadence.due(steps, elapsed) or (cadence.at_end and self.why_stop() is not None)
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
@@ -216,23 +218,21 @@ class TrialSession:
         stored = storable(metrics, f"metrics of step {self.step + 1}")
         self.step += 1
         self._want_save = stored.pop("should_checkpoint", False) is True
-        report = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
+        trained_seconds = self._trained_seconds + time.monotonic() - self._resumed_at
+        report = StepReport(step=self.step, metrics=stored, trained_seconds=trained_seconds)
+        if not self._stopper.looks_back:
+            self._curve.clear()  # else a trial of a million steps holds 0.5 GB of reports
         self._curve.append(report)
         self._asking = self._milestone is not None and self.step >= self._milestone
         return report
-
-    def wants_save(self) -> bool:
-        """Return whether the last step requested a save, the trial is asked to stop, or its milestone needs one."""
-        self.listen()
-        return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
 
     def why_stop(self) -> str | None:
         """Return why the trial is over after the last step, which may precede a resume; None to continue.
 
         The stopper is called once per step, since its result may have been journaled.
         """
-        if self._judged_count != len(self._curve):
-            self._judged, self._judged_count = self._judgement(), len(self._curve)
+        if self._judged_step != self.step:
+            self._judged, self._judged_step = self._judgement(), self.step
         return self._judged
 
     def _judgement(self) -> str | None:
@@ -288,11 +288,6 @@ class TrialSession:
         self._asking = False
         self._resumed_at += time.monotonic() - began  # waiting is not training
 
-    @property
-    def wants_state(self) -> bool:
-        """Whether the request to end the trial needs its state."""
-        return self.asked_to_stop or (self._leave is not None and self._leave.save)
-
     def new_directory(self) -> Path:
         """Return a new empty directory for a checkpoint."""
         directory = Path(self._start.staging) / f"{self.step:010d}-{time.monotonic_ns()}"
@@ -311,7 +306,7 @@ class TrialSession:
     def _end(self, *, saved: bool) -> None:
         over = self._why_over(saved=saved)
         if over is not None:
-            self.settle()
+            self._wait_for_upload()
             raise self._leaving(over)
 
     def _why_over(self, *, saved: bool) -> TrialOver | None:
@@ -345,16 +340,13 @@ class TrialSession:
         """Start the training clock, once the trainable is set up and the checkpoint is loaded."""
         self._resumed_at = self._saved_at = time.monotonic()
 
-    def settle(self) -> None:
-        """Wait until no upload is in flight."""
-        self._wait_for_upload()
-
     def listen(self) -> None:
         """Process the supervisor's messages that have arrived."""
         while self._connection.has_message():
             self._take_in()
 
     def _wait_for_upload(self) -> None:
+        """Wait until no upload is in flight."""
         began = time.monotonic()
         while self._uploading is not None:
             self._take_in()
@@ -372,6 +364,3 @@ class TrialSession:
                 self._leave, self._asking = leave, False
             case _:
                 pass
-
-    def _trained_so_far(self) -> timedelta:
-        return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)

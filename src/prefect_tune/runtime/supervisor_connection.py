@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
@@ -13,16 +13,6 @@ from prefect_tune.core.messages.process_messages import IMPORTED, FromTrial, ToT
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
 _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
-
-
-class SupervisorEnd(Protocol):
-    """The methods of a connection that a session uses."""
-
-    def has_message(self) -> bool: ...
-
-    def receive(self) -> ToTrial: ...
-
-    def send(self, message: FromTrial) -> None: ...
 
 
 class SupervisorConnection:
@@ -36,7 +26,7 @@ class SupervisorConnection:
         self._connection = connection
         self._reader = MessageReader(connection, to_trial, limit_bytes=_TO_TRIAL_BYTES)
         os.set_inheritable(connection.fileno(), False)  # noqa: FBT003 - takes no keyword arguments
-        _open_connections.add(self)
+        _open_connections.add(connection)
 
     def has_message(self) -> bool:
         """Return whether a part of the next message, or end of file, has arrived."""
@@ -76,17 +66,13 @@ class SupervisorConnection:
         with suppress(OSError):  # the supervisor is gone
             self._connection.send_bytes(IMPORTED)
 
-    def abandon(self) -> None:
-        """Close this process's copy."""
-        self._connection.close()
+
+_open_connections: WeakSet[Connection] = WeakSet()
 
 
-_open_connections: WeakSet[SupervisorConnection] = WeakSet()
-
-
-def _abandon_in_a_forked_child() -> None:
+def _close_in_a_forked_child() -> None:
     for each in list(_open_connections):
-        each.abandon()
+        each.close()
 
 
-os.register_at_fork(after_in_child=_abandon_in_a_forked_child)
+os.register_at_fork(after_in_child=_close_in_a_forked_child)

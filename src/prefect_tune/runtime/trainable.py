@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
@@ -18,6 +18,7 @@ from prefect_tune.runtime.ranks import started_by
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events.question_fields import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
+    from prefect_tune.runtime.session import TrialSession
 
 
 class Trainable:
@@ -105,7 +106,7 @@ class TrialInfo:
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
     config: Mapping[str, object]
     """Its configuration."""
-    _session: Session = field(repr=False)
+    _session: TrialSession = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -138,57 +139,17 @@ class TrialOver(BaseException):
         question: Question | None = None,
     ) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.interrupted = interrupted
-        self.paused = paused
-        self.left = left
-        self.question = question
-
-    def ended(self, *, waits: bool = False) -> TrialEnded:
-        """Return the message that ends the attempt."""
-        return TrialEnded(
-            reason=self.reason,
-            interrupted=self.interrupted,
-            paused=self.paused,
-            left=self.left,
-            question=self.question,
-            waits=waits,
-        )
-
-
-class Session(Protocol):
-    """The methods of the running trial that this module uses."""
-
-    step: int
-
-    def is_asked_to_stop(self) -> bool: ...
-
-    def new_directory(self) -> Path: ...
-
-    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
-
-    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None: ...
-
-    def save_last_step(self, save: Callable[[str], None]) -> None: ...
-
-    def ask(
-        self,
-        question: str,
-        fields: Mapping[str, object] | None,
-        key: str | None,
-        save: Callable[[str], None] | None,
-    ) -> dict[str, Scalar]: ...
-
-    def restored(self) -> Path | None: ...
-
-    def info(self) -> TrialInfo: ...
+        self.ended = TrialEnded(reason=reason, interrupted=interrupted, paused=paused, left=left, question=question)
+        """The message that ends the attempt."""
 
 
 # A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
-_in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
-_in_process: list[Session] = []
-# In a process that serves several trials: threads that earlier trials have left running.
+_in_context: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
+_in_process: list[TrialSession] = []
+# In a process that serves several trials: threads that earlier trials have left running, and those that ran before the
+# first trial, such as a pool that the trainable's module has made. The latter serve each trial.
 _of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
+_of_import: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
@@ -286,15 +247,19 @@ def get_trial() -> TrialInfo:
     return _session("pt.get_trial").info()
 
 
-def enter(session: Session, *, whole_process: bool) -> None:
+def enter(session: TrialSession, *, whole_process: bool) -> None:
     """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
     _in_context.set(session)
     if whole_process:
-        _of_earlier_trials.update(each for each in threading.enumerate() if each is not threading.current_thread())
+        others = (each for each in threading.enumerate() if each is not threading.current_thread())
+        if _in_process:
+            _of_earlier_trials.update(each for each in others if each not in _of_import)
+        else:
+            _of_import.update(others)
         _in_process[:] = [session]
 
 
-def _reporting_session(caller: str) -> Session:
+def _reporting_session(caller: str) -> TrialSession:
     """Return the session of this trial.
 
     Raises:
@@ -309,7 +274,7 @@ def _reporting_session(caller: str) -> Session:
     return _session(caller)
 
 
-def _session(caller: str) -> Session:
+def _session(caller: str) -> TrialSession:
     session = _in_context.get(None) or next(iter(_in_process), None)
     if session is not None:
         return session

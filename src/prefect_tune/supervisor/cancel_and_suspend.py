@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
 from typing import TypeVar
@@ -98,14 +99,17 @@ def _suspend(stop: threading.Event, done: Future[_T]) -> None:
 
 
 def _wait_out(done: Future[_T], grace: timedelta) -> None:
-    """Wait for the end. A second SIGTERM changes nothing (clusters send several); a second Ctrl-C ends the wait."""
-    log, patience = get_run_logger(), (grace + _LAST_WORDS).total_seconds()
-    log.warning("asked to stop: every trial saves and ends within %g s", grace.total_seconds())
-    try:
-        ended = _wait(done, patience)
-    except TerminationSignal:
-        ended = _wait(done, patience)
-    if not ended:
+    """Wait for the end. Further SIGTERMs change nothing (clusters send several); a second Ctrl-C ends the wait."""
+    log, until = get_run_logger(), time.monotonic() + (grace + _LAST_WORDS).total_seconds()
+    is_logged = is_waited = False
+    while not is_waited:
+        with suppress(TerminationSignal):
+            if not is_logged:
+                is_logged = True
+                log.warning("asked to stop: every trial saves and ends within %g s", grace.total_seconds())
+            _wait(done, until - time.monotonic())
+            is_waited = True
+    if not done.done():
         log.error("the trial did not end in time; a resume continues from its last commit")
     elif error := done.exception():
         log.error("the trial failed while it was stopping: %s: %s", type(error).__name__, error)

@@ -36,6 +36,10 @@ class Death(BaseException):
     """The search's process is gone."""
 
 
+def nothing() -> None:
+    """Let the search run without a new event."""
+
+
 class FarSearch:
     """One owner of the experiment; it dies when no event is left to simulate."""
 

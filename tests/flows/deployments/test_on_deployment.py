@@ -34,6 +34,7 @@ class Api:
         self.troubles: list[Callable[[], None]] = []
         self.runs: dict[str, FlowRun] = {}
         self.slept: list[float] = []
+        self.client_count = 0
 
     def run_deployment(self, _name: str, *, idempotency_key: str, **_: Any) -> FlowRun:
         run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a run", state=Scheduled())
@@ -43,6 +44,7 @@ class Api:
         return run
 
     def __enter__(self) -> Self:
+        self.client_count += 1
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -125,6 +127,21 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, pla
     with pytest.raises(httpx.ConnectError):
         begin(plan)
     assert 240 < sum(api.slept) <= 300
+
+
+def test_a_run_is_polled_through_one_client_until_it_ends(
+    api: Api, plan: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = begin(plan)
+    (run,) = api.runs.values()
+
+    def sleep(seconds: float) -> None:
+        api.slept.append(seconds)
+        run.state = Running() if len(api.slept) < 9 else Completed()
+
+    monkeypatch.setattr(api, "sleep", sleep)
+    wait()
+    assert (api.client_count, len(api.slept)) == (1, 9)
 
 
 @pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])

@@ -100,7 +100,7 @@ def test_an_attribute_of_older_apis_is_answered_with_an_example_that_compiles(of
     assert not hasattr(of, name)
 
 
-def test_an_attribute_nobody_ever_had_is_a_plain_error() -> None:
+def test_an_attribute_of_no_api_is_a_plain_error() -> None:
     with pytest.raises(AttributeError, match=r"^'Checkpoint' has no attribute 'colour'$"):
         pt.Checkpoint("/nowhere").colour  # type: ignore[attr-defined]  # noqa: B018  the access raises
 
@@ -220,7 +220,7 @@ def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint(checkpoint: 
         assert all(readers.map(read, range(64)))
 
 
-def test_a_reader_that_writes_into_its_copy_spoils_nobody_elses(checkpoint: pt.Checkpoint) -> None:
+def test_a_reader_that_writes_into_its_copy_changes_no_other_copy(checkpoint: pt.Checkpoint) -> None:
     with checkpoint.as_directory() as first:
         Path(first, "model/config.json").write_text("mine")
         with checkpoint.as_directory() as second:
@@ -367,7 +367,7 @@ def test_threads_do_not_wait_for_each_other_without_end() -> None:
         first.result()
 
 
-def test_who_came_to_fetch_and_was_overtaken_does_not_wait_until_the_other_has_read(
+def test_a_reader_that_is_overtaken_before_its_download_does_not_wait_until_the_other_has_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared, try_take = NodeCopies(node_folder()), FileLock.try_take

@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,6 +81,13 @@ def served(sink: S3Sink) -> int:
     return sum(request.bytes_out for request in tuple(sink.log) if is_of_a_blob(request))
 
 
+def put(sink: S3Sink, path: str, data: bytes) -> None:
+    """Write an object as another tool does, over one that is there."""
+    with closing(http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))) as connection:
+        connection.request("PUT", f"/{path}", body=data)
+        assert connection.getresponse().status == 200
+
+
 # ------------------------------------------------------------------------------------- one download per machine
 
 
@@ -100,7 +107,9 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
     assert copies(temporary_files) == []
 
 
-def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, staged: Path, temporary_files: Path) -> None:
+def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
+    uri: str, staged: Path, temporary_files: Path
+) -> None:
     reached, proceed = threading.Event(), threading.Event()
 
     def refuse(request: SinkRequest) -> Fault | None:
@@ -126,7 +135,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
     assert copies(temporary_files) == []
 
 
-def test_a_download_whose_process_was_killed_is_made_by_one_who_waited(
+def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:
     gate = Gate(sink, then=Fault.RESET)
@@ -190,9 +199,7 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
 ) -> None:
     blob = next(name for name in sink.names() if "/blobs/" in name)
     data = sink.bytes_of(blob)
-    connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
-    connection.request("PUT", f"/{blob}", body=b"\xff" + data[1:])
-    connection.getresponse().read()
+    put(sink, blob, b"\xff" + data[1:])
     with pytest.raises(CheckpointCorrupt), pt.Checkpoint(uri).as_directory():
         pass
 
@@ -203,11 +210,9 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
 @pytest.fixture
 def plain(sink: S3Sink) -> str:
     """The URI of a directory that another tool wrote, with the folder markers that some tools create."""
-    connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
     for path, data in {**PLAIN, "": b"", "a folder/": b"", "bare/": b""}.items():
         quoted = path.replace("%", "%25").replace(" ", "%20").replace("?", "%3F").replace("#", "%23")
-        connection.request("PUT", f"/bucket/theirs/ckpt/{quoted}", body=data)
-        assert connection.getresponse().read() is not None
+        put(sink, f"bucket/theirs/ckpt/{quoted}", data)
     return f"s3://bucket/theirs/ckpt?endpoint_url={sink.endpoint}"
 
 
@@ -241,9 +246,7 @@ def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(p
 
 def test_a_plain_directory_may_have_changed_the_next_time(plain: str, sink: S3Sink) -> None:
     with pt.Checkpoint(plain).as_directory() as before:
-        connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
-        connection.request("PUT", "/bucket/theirs/ckpt/model.safetensors", body=b"WEIGHTS" * 1000)
-        connection.getresponse().read()
+        put(sink, "bucket/theirs/ckpt/model.safetensors", b"WEIGHTS" * 1000)
         with pt.Checkpoint(plain).as_directory() as after:
             assert files_in(after)["model.safetensors"] == b"WEIGHTS" * 1000
             assert files_in(before) == PLAIN

@@ -27,6 +27,8 @@ from tests.fakes.trial_processes import (
 )
 from tests.supervisor.processes.modules import QUIET, Module, Trains, different
 
+pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
+
 # ------------------------------------------------------------------------------------------------------ forked
 
 
@@ -60,15 +62,6 @@ def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(tra
     """)
     found = trains(4)
     assert (len(module.imports), different(found), {each["sum"] for each in found}) == (1, 4, {500.0**3})
-
-
-def test_numbers_drawn_by_trials_of_one_import_differ(trains: Trains, module: Module) -> None:
-    module.write("""
-        import random, numpy
-        def measured(config): return {'drawn': random.random(), 'numpy': numpy.random.random()}
-    """)
-    found = trains(3)
-    assert (len(module.imports), different(found, "drawn"), different(found, "numpy")) == (1, 3, 3)
 
 
 @pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
@@ -170,9 +163,8 @@ def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trai
 
 @pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
-    module: Module, ours: Family, recorder: LogRecorder, reuse: Reuse
+    module: Module, recorder: LogRecorder, reuse: Reuse
 ) -> None:
-    del ours
     codes = []
     with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
@@ -268,22 +260,20 @@ def test_forks_where_they_are_not_safe_are_new_processes_if_none_may_be_kept(
     assert "each trial imports it" in recorder.lines[0]
 
 
-def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: Family, recorder: LogRecorder) -> None:
-    del ours
-    module.write("raise RuntimeError('no licence')")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("RuntimeError('no licence')", "RuntimeError: no licence"), (f"ValueError({'あ' * 900!r})", "ValueError: ああ")],
+    ids=["short", "longer than the message to the supervisor"],
+)
+def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_fork(
+    module: Module, recorder: LogRecorder, error: str, said: str
+) -> None:
+    module.write(f"raise {error}")
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         (broke,) = messages_of(channel)
     assert isinstance(broke, Broke)
-    assert "cannot be imported: RuntimeError: no licence" in broke.message
-    assert "cannot be imported: RuntimeError: no licence" in recorder.lines[0]
-
-
-def test_a_long_reason_in_another_script_is_a_reason(module: Module, ours: Family, recorder: LogRecorder) -> None:
-    del ours
-    module.write(f"raise ValueError({'あ' * 900!r})")
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
-        assert isinstance(messages_of(channel)[-1], Broke)
-    assert "cannot be imported: ValueError: ああ" in recorder.lines[0]
+    assert f"cannot be imported: {said}" in broke.message
+    assert f"cannot be imported: {said}" in recorder.lines[0]
 
 
 def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
@@ -305,18 +295,14 @@ def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, modu
     assert (len(trains(2, "fork")), len(module.imports)) == (2, 1)
 
 
-def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, ours: Family, recorder: LogRecorder) -> None:
+def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
     module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
         pool.prepare(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
-    ours.require_none()
 
 
-def test_an_import_that_ends_its_process_is_left_to_the_trial(
-    module: Module, ours: Family, recorder: LogRecorder
-) -> None:
-    del ours
+def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
     module.write("os._exit(3)")
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         assert messages_of(channel) == []
@@ -324,9 +310,7 @@ def test_an_import_that_ends_its_process_is_left_to_the_trial(
     assert "its import ended the process" in recorder.lines[0]
 
 
-def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(
-    module: Module, ours: Family, recorder: LogRecorder
-) -> None:
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: Module, recorder: LogRecorder) -> None:
     module.write("import time; time.sleep(600)")
     stop = threading.Event()
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
@@ -336,7 +320,6 @@ def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(
         with pool.process(module.start(), log_to(recorder), stop=stop) as channel:
             until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
-    ours.require_none()
 
 
 def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:

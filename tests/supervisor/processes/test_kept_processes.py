@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +17,7 @@ from prefect_tune.supervisor.processes import worker_pools
 from prefect_tune.supervisor.processes.process_channel import trial_in_place
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.processes.worker_pools import worker_pool
+from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
@@ -26,6 +29,8 @@ from tests.fakes.trial_processes import (
     until,
 )
 from tests.supervisor.processes.modules import Module, Trains, different
+
+pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
 
 # -------------------------------------------------------------------------------------------------------- kept
 
@@ -51,6 +56,22 @@ def test_a_process_that_is_kept_serves_functions_and_begins_each_as_if_it_were_n
         3,
     )
     assert [(each["mark"], each["here"]) for each in found] == [("", str(Path.cwd()))] * 3
+
+
+@pytest.mark.parametrize("reuse", ["keep", "never"])
+def test_threads_that_the_import_has_started_report_for_each_trial(
+    trains: Trains, module: Module, reuse: Reuse
+) -> None:
+    module.write("""
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'from': 'a thread'}).result()
+            return {'x': config['x']}
+    """)
+    assert [each["from"] for each in trains(2, reuse)] == ["a thread"] * 2
 
 
 def test_a_function_that_imports_much_by_itself_is_not_forked_for_each_trial(trains: Trains, module: Module) -> None:
@@ -92,17 +113,6 @@ def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Train
     assert different(trains(3, "keep")) == 3
 
 
-def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Family, recorder: LogRecorder) -> None:
-    del ours
-    module.write("def measured(config): 1 / config['x']; return {}")
-    with TrialProcessPool(slots=1, reuse="keep") as pool:
-        with pool.process(module.start(0), log_to(recorder)) as channel:
-            assert isinstance(messages_of(channel)[-1], Broke)
-        with pool.process(module.start(1), log_to(recorder)) as channel:
-            assert isinstance(messages_of(channel)[-1], TrialEnded)
-    assert len(set(module.imports)) == 2
-
-
 def test_a_trial_that_fails_only_after_an_earlier_one_begins_again_in_a_new_process(
     trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
@@ -120,22 +130,47 @@ def test_a_trial_that_fails_only_after_an_earlier_one_begins_again_in_a_new_proc
     assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
 
 
-def test_a_trial_that_fails_in_a_new_process_too_has_failed(
-    module: Module, ours: Family, recorder: LogRecorder
+def test_a_trial_that_fails_in_a_new_process_too_has_failed_and_takes_that_process_with_it(
+    module: Module, recorder: LogRecorder
 ) -> None:
-    del ours
     module.write("def measured(config): 1 / config['x']; return {}")
     with TrialProcessPool(slots=1, reuse="keep") as pool:
-        for x, end in ((1, TrialEnded), (0, Broke)):
+        for x, end in ((0, Broke), (1, TrialEnded), (0, Broke)):
             with pool.process(module.start(x), log_to(recorder)) as channel:
                 assert isinstance(messages_of(channel)[-1], end)
+    assert len(set(module.imports)) == 3
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_of_the_process_that_replaces_its_own(
+    module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    module.write(f"""
+        import time
+        import prefect_tune as pt
+        if os.path.exists({str(flag)!r}):
+            time.sleep(600)
+        class Trains(pt.Trainable):
+            def step(self): return {{"x": 1}}
+            def reset_config(self, config): return config["x"] == 0
+    """)
+    first, second = (module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"}) for x in (0, 1))
+    stop = threading.Event()
+    with TrialProcessPool(slots=1, reuse="fork") as pool:
+        with pool.process(first, log_to(recorder)) as channel:
+            metrics_of(channel)
+        flag.touch()
+        os.kill(ours.one("tune-template"), signal.SIGKILL)
+        stop.set()
+        with pool.process(second, log_to(recorder), stop=stop) as channel:
+            until(lambda: channel.receive(timedelta(0)) or len(module.imports) > 2, what=lambda: "its import")
 
 
 @pytest.mark.parametrize("name", READ_ONCE)
 def test_a_worker_whose_devices_change_trains_in_another_process(
-    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch, name: str
+    module: Module, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    del ours
     pids = []
     with TrialProcessPool(slots=1, reuse="keep") as pool:
         for value in ("1", "1", "2"):
@@ -157,9 +192,7 @@ def test_a_trial_whose_process_serves_no_other_is_not_inspected(
 # ------------------------------------------------------------------------------------------------ imported ahead
 
 
-def test_a_single_trials_process_imports_its_module_before_it_is_needed(
-    module: Module, ours: Family, recorder: LogRecorder
-) -> None:
+def test_a_single_trials_process_imports_its_module_before_it_is_needed(module: Module, recorder: LogRecorder) -> None:
     module.write(
         "os.environ['SET'] = 'yes'\ndef measured(config): return {'x': config['x'], 'set': os.environ.get('SET')}"
     )
@@ -169,7 +202,6 @@ def test_a_single_trials_process_imports_its_module_before_it_is_needed(
         with pool.process(module.start(7), log_to(recorder)) as channel:
             found = metrics_of(channel)
         assert (found["x"], [found["pid"]], found["set"]) == (7, module.imports, "yes")
-    ours.require_none()
 
 
 def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
@@ -188,7 +220,7 @@ def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
 
 
 def test_a_long_message_to_a_process_that_imports_ahead_does_not_wait_for_the_import(
-    module: Module, ours: Family, recorder: LogRecorder
+    module: Module, recorder: LogRecorder
 ) -> None:
     module.write("import time; time.sleep(600)")
     start, stop = module.start(), threading.Event()
@@ -200,10 +232,9 @@ def test_a_long_message_to_a_process_that_imports_ahead_does_not_wait_for_the_im
         with pool.process(long, log_to(recorder), stop=stop) as channel:
             until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
-    ours.require_none()
 
 
-def test_an_import_ahead_that_prints_much_goes_on(module: Module, ours: Family, recorder: LogRecorder) -> None:
+def test_an_import_ahead_that_prints_much_goes_on(module: Module, recorder: LogRecorder) -> None:
     module.write("print('x' * 60_000 + '\\n' + 'x' * 60_000)\ndef measured(config): return {'x': len(config['text'])}")
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(f"{module.name}:train", log_to(recorder))
@@ -213,7 +244,6 @@ def test_an_import_ahead_that_prints_much_goes_on(module: Module, ours: Family, 
             found = metrics_of(channel)
     assert (found["x"], [found["pid"]]) == (3_000_000, module.imports)
     assert recorder.lines == ["x" * 60_000] * 2
-    ours.require_none()
 
 
 def test_a_long_pickle_is_not_imported_ahead(ours: Family, recorder: LogRecorder, tmp_path: Path) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import struct
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.experiment.trial_stoppers import Never
-from prefect_tune.core.messages.process_messages import FromTrial, GoOn, Start, StepDone, TrialEnded
-from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_process
-from prefect_tune.supervisor.trial_spec import pickled_or_path
+from prefect_tune.core.messages.process_messages import GoOn, TrialEnded
+from prefect_tune.supervisor.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
 
+LOG = log_to(LogRecorder())
 SOON = timedelta(seconds=0.05)
 
 
@@ -43,7 +41,7 @@ def wire() -> Iterator[tuple[Connection, Connection]]:
         yield near, far
 
 
-def test_a_dead_trial_is_heard_of_although_what_it_forked_holds_the_channel_open(
+def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_open(
     wire: tuple[Connection, Connection],
 ) -> None:
     near, far = wire
@@ -58,7 +56,7 @@ def test_a_dead_trial_is_heard_of_although_what_it_forked_holds_the_channel_open
         channel.receive(SOON)
 
 
-def test_what_a_trial_said_in_the_moment_of_its_death_is_heard_first(wire: tuple[Connection, Connection]) -> None:
+def test_a_message_sent_in_the_moment_of_a_trials_death_is_received_first(wire: tuple[Connection, Connection]) -> None:
     """The message arrives after the channel was empty, and before the trial is found dead."""
     near, far = wire
     last = TrialEnded(reason="done")
@@ -89,44 +87,24 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
 # ----------------------------------------------------------------------------------------- in a real process
 
 
-def test_an_answer_that_comes_as_the_channel_closes_need_not_be_heard(wire: tuple[Connection, Connection]) -> None:
+def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Connection, Connection]) -> None:
     near, _ = wire
     channel = TrialChannel(near, Body())
     near.close()  # as another thread does that ends the trial's process
     channel.tell(GoOn(milestone=None))
 
 
+@pytest.mark.parametrize("opened", [trial_process, trial_in_place])
+@pytest.mark.timeout(60)
+def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(opened: Callable[..., Any], tmp_path: Path) -> None:
+    weights = bytes(3_000_000)
+    with opened(start_of(lambda _config: {"size": len(weights)}, tmp_path), LOG) as channel:
+        assert metrics_of(channel) == {"size": 3_000_000}
+
+
 def test_the_temporary_files_of_a_trial_are_below_its_scratch_directory(tmp_path: Path) -> None:
     def says_where(_config: Mapping[str, object]) -> Mapping[str, object]:
         return {"temporary": tempfile.gettempdir()}
 
-    start = Start(
-        experiment="e",
-        trial="t",
-        attempt=1,
-        trainable=pickled_or_path(says_where),
-        stopper=pickled_or_path(Never()),
-        import_path=tuple(sys.path),
-        config={},
-        directory=str(tmp_path),
-        staging=str(tmp_path),
-        temporary=str(tmp_path),
-        restored=None,
-        from_step=0,
-        trained_seconds=0,
-        curve=(),
-        cadence=Cadence(),
-        overlap=False,
-    )
-    with trial_process(start, logging.getLogger("trial")) as channel:
-        (step_done,) = [each for each in _all_of(channel) if isinstance(each, StepDone)]
-    assert step_done.report.metrics == {"temporary": str(tmp_path)}
-
-
-def _all_of(channel: TrialChannel) -> Iterator[FromTrial]:
-    while True:
-        message = channel.receive(timedelta(seconds=60))
-        if message is not None:
-            yield message
-        if isinstance(message, TrialEnded):
-            return
+    with trial_process(start_of(says_where, tmp_path), LOG) as channel:
+        assert metrics_of(channel) == {"temporary": str(tmp_path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import pytest
@@ -21,6 +21,14 @@ def pipe() -> Iterator[tuple[int, int]]:
     yield reading, writing
     os.close(reading)
     os.close(writing)
+
+
+def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> tuple[LogRecorder, TrialOutput]:
+    """Begin to log what arrives on the pipe."""
+    recorder = LogRecorder(ask)
+    output = TrialOutput(log_to(recorder))
+    output.start(pipe[0])
+    return recorder, output
 
 
 @pytest.mark.parametrize(
@@ -41,18 +49,14 @@ def pipe() -> Iterator[tuple[int, int]]:
 def test_what_is_printed_before_the_stop_is_logged_line_by_line(
     pipe: tuple[int, int], printed: bytes, lines: list[str]
 ) -> None:
-    recorder = LogRecorder()
-    output = TrialOutput(log_to(recorder))
-    output.start(pipe[0])
+    recorder, output = logged(pipe)
     os.write(pipe[1], printed)
     assert output.stop() == "\n".join(lines)
     assert recorder.lines == lines
 
 
 def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
-    recorder = LogRecorder()
-    output = TrialOutput(log_to(recorder))
-    output.start(pipe[0])
+    recorder, output = logged(pipe)
     for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
         os.write(pipe[1], piece)
         until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
@@ -71,9 +75,7 @@ _MEBIBYTE = 1024**2
 
 @pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
 def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
-    recorder = LogRecorder()
-    output = TrialOutput(log_to(recorder))
-    output.start(pipe[0])
+    recorder, output = logged(pipe)
     tracemalloc.start()
     for _ in range(64):
         os.write(pipe[1], printed * (_MEBIBYTE // len(printed)))
@@ -87,19 +89,8 @@ def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tupl
     assert peak_bytes < 8 * _MEBIBYTE
 
 
-def test_the_frames_of_a_progress_bar_that_ends_no_line_are_lines(pipe: tuple[int, int]) -> None:
-    recorder = LogRecorder()
-    output = TrialOutput(log_to(recorder))
-    output.start(pipe[0])
-    for percent in range(100):
-        os.write(pipe[1], b"\r%3d %%|%s" % (percent, b"#" * 1000))
-    output.stop()
-    assert [line[:3].strip() for line in recorder.lines] == ["", *map(str, range(100))]
-
-
 def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
-    output = TrialOutput(log_to(LogRecorder()))
-    output.start(pipe[0])
+    _, output = logged(pipe)
     for _ in range(20):
         os.write(pipe[1], b"y" * 60_000 + b"\n")
     os.write(pipe[1], b"RuntimeError: the cause\n")
@@ -108,7 +99,7 @@ def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[in
     assert last.endswith("\nRuntimeError: the cause")
 
 
-def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> None:
+def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     goes_on = True
 
@@ -130,19 +121,16 @@ def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> N
     output.stop()
 
 
-def test_what_is_printed_later_is_for_whoever_starts_next(pipe: tuple[int, int]) -> None:
+def test_what_is_printed_after_the_stop_is_for_the_next_log(pipe: tuple[int, int]) -> None:
     for line in ("first", "second"):
-        recorder = LogRecorder()
-        output = TrialOutput(log_to(recorder))
-        output.start(pipe[0])
+        recorder, output = logged(pipe)
         os.write(pipe[1], f"{line}\n".encode())
         output.stop()
         assert recorder.lines == [line]
 
 
 def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
-    output = TrialOutput(log_to(LogRecorder()))
-    output.start(pipe[0])
+    _, output = logged(pipe)
     os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
     assert output.stop().split() == [str(number) for number in range(80, 100)]
 
@@ -150,12 +138,10 @@ def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None
 CALLER: ContextVar[str] = ContextVar("caller")
 
 
-def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
+def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: tuple[int, int]) -> None:
     with nothing_left():
         CALLER.set("this task")
-        recorder = LogRecorder(CALLER.get)
-        output = TrialOutput(log_to(recorder))
-        output.start(pipe[0])
+        recorder, output = logged(pipe, CALLER.get)
         os.write(pipe[1], b"one\n")
         output.stop()
         output.stop()

@@ -14,6 +14,8 @@ from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.supervisor.processes.modules import Module
 
+pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
+
 WAITS_FOR = """
 import subprocess, time
 def measured(config):
@@ -61,7 +63,6 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
         with pool.process(module.start(1), log_to(recorder)) as channel:
             assert metrics_of(channel)["x"] == 1
     assert "its import ended the process" in recorder.lines[0]
-    ours.require_none()
 
 
 @pytest.mark.parametrize("whom", ["the template", "its subreaper"])
@@ -85,7 +86,6 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
         last = forked_again(module, pool, recorder)
     assert len({*pids, last}) == 4
     assert recorder.lines == []
-    ours.require_none()
 
 
 def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
@@ -106,7 +106,6 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
         forked_again(module, pool, recorder)
         assert channel.end() == "ended by SIGKILL"  # by this call
     assert len(module.imports) == 1
-    ours.require_none()
 
 
 def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
@@ -120,4 +119,3 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
         with pytest.raises(OSError, match="No space"), pool.process(module.start(), log_to(recorder)):
             pass
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
-    ours.require_none()

@@ -36,7 +36,7 @@ from tests.fakes.trial_processes import (
     start_of,
     until,
 )
-from tests.trainables.processes.forked import AnotherKind, Resettable, looks_around
+from tests.trainables.processes.forked import AnotherKind, Resettable
 from tests.trainables.witness import acts_of
 
 LOG = log_to(LogRecorder())
@@ -117,20 +117,13 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
     assert acts(witness) == ["setup 1", "reset 2"]
 
 
-def test_who_declines_cleans_up_and_the_trial_begins_in_a_new_process(trained: Trained, witness: Path) -> None:
+def test_a_trainable_that_declines_cleans_up_and_the_trial_begins_in_a_new_process(
+    trained: Trained, witness: Path
+) -> None:
     first, second = trained(1), trained(2, declines=True)
     assert first["pid"] != second["pid"]
     assert acts(witness) == ["setup 1", "cleanup 1", "setup 2"]
     assert trained(3)["pid"] == second["pid"]
-
-
-def test_a_function_gets_a_new_process_each_time(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
-    pids = set()
-    for _ in range(2):
-        with pool.process(start_of(looks_around, tmp_path), LOG) as channel:
-            pids.add(metrics_of(channel)["pid"])
-        assert pids.isdisjoint(ours.pids())
-    assert len(pids) == 2
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed", "is interrupted", "is given up", "cannot be reset"])
@@ -177,7 +170,7 @@ def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     assert acts(witness) == ["setup 1", "reset 2"]
 
 
-def test_who_waits_serves_only_trials_with_the_same_trainable_and_variables(trained: Trained) -> None:
+def test_a_waiting_process_serves_only_trials_with_the_same_trainable_and_variables(trained: Trained) -> None:
     first = trained(1, environment={"CUDA_VISIBLE_DEVICES": "0"})["pid"]
     second = trained(2, environment={"CUDA_VISIBLE_DEVICES": "1"})["pid"]
     assert first != second
@@ -187,7 +180,7 @@ def test_who_waits_serves_only_trials_with_the_same_trainable_and_variables(trai
 
 
 @pytest.mark.parametrize("alone", [trial_process, trial_in_place])
-def test_without_a_fork_server_nobody_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
+def test_without_a_fork_server_no_process_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
     with alone(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
         ended = messages_of(channel)[-1]
         channel.end()
@@ -229,7 +222,7 @@ def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp
         assert recorder.lines == [f"{act} {x}"]
 
 
-def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(pool: TrialProcessPool, tmp_path: Path) -> None:
+def test_a_message_to_a_trial_after_its_end_does_not_reach_the_next_one(pool: TrialProcessPool, tmp_path: Path) -> None:
     with pool.process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
         pid = metrics_of(first)["pid"]
         first.tell(StopAndSave())
@@ -259,7 +252,7 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     assert len(said) == (when == "as it is reset")
 
 
-def test_who_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
+def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
     pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     trained(1)
@@ -294,14 +287,14 @@ def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family,
     assert len(ours.pids("trial")) == 4 - len(cleaned_up) <= 2
 
 
-def test_who_waits_makes_room_for_trials_of_another_kind(trained: Trained, ours: Family, witness: Path) -> None:
+def test_waiting_processes_make_room_for_trials_of_another_kind(trained: Trained, ours: Family, witness: Path) -> None:
     for x in range(3):
         trained(x, environment={"SLOT": str(x)})
     assert len(ours.pids("trial")) == 2
     assert acts(witness) == ["setup 0", "setup 1", "cleanup 0", "setup 2"]
 
 
-def test_at_the_end_who_waits_cleans_up_and_ends(tmp_path: Path, witness: Path) -> None:
+def test_at_the_end_waiting_processes_clean_up_and_end(tmp_path: Path, witness: Path) -> None:
     with family() as ours, TrialProcessPool(slots=2) as pool:
         with pool.process(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
             temporary = metrics_of(channel)["temporary"]

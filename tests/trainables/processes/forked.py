@@ -66,12 +66,6 @@ def waits(config: Config) -> Metrics:
     return {"pid": os.getpid()}
 
 
-def computes(config: Config) -> None:
-    """Never comes back from C code that holds the interpreter."""
-    record_act(config["witness"], "begin", 1)
-    re.match("(a+)+$", "a" * 64 + "b")
-
-
 def daemonizes(config: Config) -> Metrics:
     """Leaves a child, a child in a session of its own, and an orphan in a session of its own.
 

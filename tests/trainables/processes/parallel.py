@@ -147,6 +147,13 @@ WAYS: Mapping[str, Open] = {
 }
 
 
+def leaves_shared_memory(config: Config) -> None:
+    """Waits, with a segment in shared memory and a process that ignores SIGTERM."""
+    subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 600"])
+    with _shared_memory(config):
+        time.sleep(600)
+
+
 def pools(config: Config) -> Metrics:
     """Opens and leaves many pools, one after the other."""
     for _ in range(int(config["rounds"])):

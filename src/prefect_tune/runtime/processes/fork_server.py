@@ -45,6 +45,7 @@ from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
     children_of,
+    command_of,
     die_with_parent,
     keep_only,
     rung,
@@ -67,8 +68,10 @@ _NOT_FOR_US = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # multiprocessing's resource trackers clean up in milliseconds
-_STRAYS_DIE_WITHIN = timedelta(seconds=2)
+_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)
+_TRACKERS_LEAVE_WITHIN = timedelta(seconds=3)  # they clean up in milliseconds, but the machine may be busy
+_STRAYS_DIE_WITHIN = timedelta(seconds=4)
+_TRACKER = b"resource_tracker"  # in the command line of multiprocessing's and loky's
 _LOOK_AGAIN = timedelta(seconds=0.05)
 _SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
@@ -203,8 +206,7 @@ def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
 
 def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
     """Wait until the last subreaper has exited: if one is killed meanwhile, this process ends what it leaves."""
-    for line in subreapers.values():
-        line.close()  # a free subreaper exits at once
+    _close(subreapers.values())  # a free subreaper exits at once
     while _reap(deaths, subreapers) and subreapers:
         rung([deaths])
     _end_strays(deaths)
@@ -295,17 +297,20 @@ def _end(trial: int, deaths: int) -> int:
 
 
 def _end_strays(deaths: int) -> None:
-    """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 2.5 s.
+    """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 4 s.
 
-    Resource trackers ignore SIGTERM, clean up after the other processes, and exit: they need the time before SIGKILL.
+    Resource trackers ignore SIGTERM, remove what the other processes have left in shared memory, and exit: they have
+    3 s for it.
     """
-    kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
-    give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
+    began = time.monotonic()
     terminated: set[int] = set()
-    while _has_children() and (now := time.monotonic()) < give_up_at:
+    while _has_children() and (waited := timedelta(seconds=time.monotonic() - began)) < _STRAYS_DIE_WITHIN:
         left = children_of(os.getpid())  # includes descendants whose parent has just died
-        send_signal(signal.SIGTERM, left - terminated) if now < kill_at else send_signal(signal.SIGKILL, left)
+        send_signal(signal.SIGTERM, left - terminated)
         terminated |= left
+        if waited >= _STRAYS_LEAVE_WITHIN:
+            cleaning_up = {each for each in left if waited < _TRACKERS_LEAVE_WITHIN and _TRACKER in command_of(each)}
+            send_signal(signal.SIGKILL, left - cleaning_up)
         if rung([deaths], _LOOK_AGAIN):
             silence(deaths)
 

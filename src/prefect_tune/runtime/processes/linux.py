@@ -92,3 +92,10 @@ def children_of(*parents: int) -> set[int]:
                 if its_parent in pids:
                     found.add(int(entry.name))
     return found
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

@@ -211,7 +211,7 @@ class _Attempts:
             session.ask_first()
             ended = self._train(session, trainable, start)
         except TrialOver as over:
-            ended = over.ended(waits=self._kept is not None)
+            ended = self._ended(over)
         has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
         is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
         if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
@@ -241,12 +241,15 @@ class _Attempts:
             with forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
-            if start.waits and not over.interrupted and ready.can_become_another():
+            if start.waits and not over.ended.interrupted and ready.can_become_another():
                 self._kept = ready
-            return over.ended(waits=self._kept is not None)
+            return self._ended(over)
         finally:
             if self._kept is None:
                 trainable.cleanup()
+
+    def _ended(self, over: TrialOver) -> TrialEnded:
+        return over.ended.model_copy(update={"waits": self._kept is not None})
 
 
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:

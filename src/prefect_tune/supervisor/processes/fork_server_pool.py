@@ -83,24 +83,24 @@ class Template:
 
     def end(self) -> None:
         """End it: it exits after the processes that it forked. During the import: end it at once."""
-        self._leaving.set()
-        self._ready.wait()
-        self._control.close()
+        self._close()
         self._end(_GOODBYE)
 
     def let_go(self) -> None:
         """Send no more requests, and do not wait: it exits after the last process that it forked."""
-        self._leaving.set()
-        self._ready.wait()
-        self._control.close()
+        self._close()
         threading.Thread(target=self._end, args=(None,), name="template", daemon=True).start()
 
     def kill(self) -> None:
         """Kill it, and all that it forked."""
+        self._close()
+        self._end(timedelta(0))
+
+    def _close(self) -> None:
+        """Send no more requests: the import, if it still runs, is not waited for."""
         self._leaving.set()
         self._ready.wait()
         self._control.close()
-        self._end(timedelta(0))
 
     def _watch(self) -> None:
         """Wait for the end of the import."""
@@ -234,9 +234,7 @@ class ForkServers:
         with self._guard:
             self._closed = True
             running, self._running = [*self._running.values()], {}
-        for each in sorted(
-            running, key=lambda each: isinstance(each, ForkServer)
-        ):  # templates are forked by the others
+        for each in sorted(running, key=lambda each: isinstance(each, ForkServer)):  # templates first: they are forks
             each.let_go() if is_used else each.end()
 
     def _found(self, key: _Key, start: Callable[[], Forks]) -> Forks:

@@ -98,30 +98,29 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     """
     Path(start.temporary).mkdir(exist_ok=True)
     ours, theirs = socket.socketpair()
-    hold, lifeline = _pipe()
+    lifeline, hold = os.pipe()  # the child is killed when `hold` is closed, also by this process's death
+    descriptors = theirs.fileno(), lifeline
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.processes.trial_process"]
-    child = subprocess.Popen(
-        [*command, str(theirs.fileno()), str(lifeline)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=of_trial(added_to_this(environment), start.temporary),
-        pass_fds=(theirs.fileno(), lifeline),
-        start_new_session=True,
-    )
-    theirs.close()
-    os.close(lifeline)
-    body = _Process(child, log)
-    body.start()
-    connection = Connection(ours.detach())
-    channel = TrialChannel(connection, body)
-    try:
-        channel.tell(start)
-        yield channel
-    finally:
-        body.end()
-        connection.close()
-        os.close(hold)
+    with ours, os.fdopen(hold, "wb"):
+        with theirs, os.fdopen(lifeline, "rb"):
+            child = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=of_trial(added_to_this(environment), start.temporary),
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+        body = _Process(child, log)
+        body.start()
+        with Connection(ours.detach()) as connection:
+            channel = TrialChannel(connection, body)
+            try:
+                channel.tell(start)
+                yield channel
+            finally:
+                body.end()
 
 
 @contextmanager
@@ -139,14 +138,9 @@ def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
     thread = threading.Thread(target=run, name=f"trial-{start.trial}", daemon=True)
     with Connection(ours.detach()) as connection:
         channel = TrialChannel(connection, _Thread(thread))
+        thread.start()  # first: a long start message is written only as fast as the thread reads it
         channel.tell(start)
-        thread.start()
         yield channel
-
-
-def _pipe() -> tuple[int, int]:
-    reading, writing = os.pipe()
-    return writing, reading
 
 
 class _Thread:

@@ -11,8 +11,7 @@ import struct
 import termios
 import threading
 from collections import deque
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -70,7 +69,7 @@ class TrialOutput:
 
     def _pass_on(self, output: int, stopped: int) -> None:
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
-        with _closing(output, stopped):
+        with os.fdopen(output, "rb"), os.fdopen(stopped, "rb"):  # closes both
             while stopped not in wait([output, stopped]):
                 data = os.read(output, _CHUNK_BYTES)
                 self._take(decoder.decode(data))
@@ -109,15 +108,6 @@ class TrialOutput:
     def _tell(self, line: str) -> None:
         self._last.append(line)
         self._log.info("%s", line)
-
-
-@contextmanager
-def _closing(*descriptors: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _waiting_bytes(pipe: int) -> int:

@@ -50,7 +50,14 @@ class TrialProcessPool:
     """
 
     def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
-        self._pool = _Pool(slots, "never" if slots == 0 else reuse)
+        self._grows = slots is None
+        self._slots = slots if slots is not None else 1
+        self._forks = ForkServers("never" if slots == 0 else reuse)
+        self._guard = threading.RLock()
+        self._used_count = 0
+        self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
+        self._expected: list[tuple[TrialKind, PendingFork]] = []
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -60,12 +67,16 @@ class TrialProcessPool:
 
     def close(self) -> None:
         """End the waiting processes; those in use serve their trial to its end."""
-        self._pool.close()
+        with self._guard:
+            self._closed = True
+            is_used = self._used_count > 0
+        self.dismiss()
+        self._forks.close(is_used=is_used)
 
     def dismiss(self) -> None:
         """End the waiting processes, to free what they hold; the next trials get new processes."""
-        self._pool.dismiss_waiting()
-        self._pool.forget_expected()
+        self._end_waiting()
+        self._end_expected()
 
     def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
         """Begin to import `trainable` (as in `Start`), and do not wait for it.
@@ -74,7 +85,7 @@ class TrialProcessPool:
         """
         if sys.platform == "linux":
             kind = TrialKind.of(trainable, import_path(), environment)
-            self._pool.forks.begin(kind, log) if self._pool.slots else self._pool.import_ahead(kind)
+            self._forks.begin(kind, log) if self._slots else self._import_ahead(kind)
 
     @contextmanager
     def process(
@@ -101,12 +112,12 @@ class TrialProcessPool:
             with trial_process(start, log, environment) as alone:
                 yield alone
             return
-        kind = TrialKind.of(start.trainable, start.import_path, environment)
-        with self._pool.using():
-            child = self._pool.waiting_child(kind)
-            borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop or threading.Event()), log)
-            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind)
-            channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
+        kind, stop = TrialKind.of(start.trainable, start.import_path, environment), stop or threading.Event()
+        with self._using():
+            child = self._waiting_child(kind)
+            borrowed = _Borrowed(child or self.new_child(kind, log, stop), log)
+            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind, stop)
+            channel = _PooledChannel(self, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()
                 yield channel
@@ -116,47 +127,26 @@ class TrialProcessPool:
             finally:
                 channel.close()
         if not channel.keeps:
-            self._pool.expect(kind)
+            self._expect(kind)
 
     def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
-        waits = self._pool.slots > 0
-        return {"waits": waits, "kept": self._pool.forks.kept(kind) if waits else "never"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    start: Start
-    log: Log
-    kind: TrialKind
-
-
-class _Pool:
-    """The fork servers, and the processes that wait for a trial; counts those in use."""
-
-    def __init__(self, slots: int | None, reuse: Reuse) -> None:
-        self._grows = slots is None
-        self.slots = slots if slots is not None else 1
-        self.forks = ForkServers(reuse)
-        self._guard = threading.RLock()
-        self._used_count = 0
-        self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
-        self._expected: list[tuple[TrialKind, PendingFork]] = []
-        self._closed = False
+        waits = self._slots > 0
+        return {"waits": waits, "kept": self._forks.kept(kind) if waits else "never"}
 
     @contextmanager
-    def using(self) -> Iterator[None]:
+    def _using(self) -> Iterator[None]:
         """Count one more process as in use."""
         with self._guard:
             self._used_count += 1
             if self._grows:
-                self.slots = max(self.slots, self._used_count)
+                self._slots = max(self._slots, self._used_count)
         try:
             yield
         finally:
             with self._guard:
                 self._used_count -= 1
 
-    def waiting_child(self, kind: TrialKind) -> ForkedProcess | None:
+    def _waiting_child(self, kind: TrialKind) -> ForkedProcess | None:
         """Return a waiting process of this kind; None if there is none."""
         with self._guard:
             mine = [each for each in self._waiting if each[0] == kind]
@@ -167,16 +157,16 @@ class _Pool:
         if child.is_alive():
             return child
         child.end()
-        return self.waiting_child(kind)
+        return self._waiting_child(kind)
 
-    def expect(self, kind: TrialKind) -> None:
+    def _expect(self, kind: TrialKind) -> None:
         """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
         with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
-            if not self._closed and in_sight < self.slots and (forks := self.forks.running(kind)) is not None:
+            if not self._closed and in_sight < self._slots and (forks := self._forks.running(kind)) is not None:
                 self._expected.append((kind, forks.fork()))
 
-    def import_ahead(self, kind: TrialKind) -> None:
+    def _import_ahead(self, kind: TrialKind) -> None:
         """Fork a process in advance, and have it import the trainable, unless that is a long pickle."""
         request = Preload(trainable=kind.trainable, import_path=kind.import_path)
         if len(kind.trainable) > _LONGEST_PRELOAD:
@@ -184,12 +174,12 @@ class _Pool:
         with self._guard, suppress(OSError):
             if any(each[0] == kind for each in self._expected):
                 return
-            self._expected.append((kind, pending := self.forks.plain(kind).fork()))
+            self._expected.append((kind, pending := self._forks.plain(kind).fork()))
             pending.import_ahead(request, kind.whole_environment)
 
     def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
-        self.dismiss_waiting(slots=self.slots)
+        self._end_waiting(slots=self._slots)
         while (expected := self._next_expected(kind)) is not None:
             with suppress(OSError):
                 if (child := expected.child()) is None:
@@ -198,11 +188,11 @@ class _Pool:
                     return child
                 child.end(timedelta(0))
         for _ in range(_TRIES):
-            forks = self.forks.ready(kind, log, stop)
-            self.forks.end_surplus(self.slots)
+            forks = self._forks.ready(kind, log, stop)
+            self._forks.end_surplus(self._slots)
             if (child := forks.fork().child()) is not None:
                 return child
-            self.forks.lose(forks)
+            self._forks.lose(forks)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
 
     def _next_expected(self, kind: TrialKind) -> PendingFork | None:
@@ -214,28 +204,20 @@ class _Pool:
     def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
         with self._guard:
-            is_kept = not self._closed and self._used_count + len(self._waiting) <= self.slots
+            is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
             if is_kept:
                 self._waiting.append((kind, child))
         if not is_kept:
             _dismiss([child])
 
-    def close(self) -> None:
-        with self._guard:
-            self._closed = True
-            is_used = self._used_count > 0
-        self.dismiss_waiting()
-        self.forget_expected()
-        self.forks.close(is_used=is_used)
-
-    def dismiss_waiting(self, *, slots: int = 0) -> None:
+    def _end_waiting(self, *, slots: int = 0) -> None:
         """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._waiting) - slots)
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
         _dismiss([child for _, child in leaving])
 
-    def forget_expected(self) -> None:
+    def _end_expected(self) -> None:
         with self._guard:
             leaving, self._expected = self._expected, []
         for _, each in leaving:
@@ -243,6 +225,14 @@ class _Pool:
         deadline = Deadline.after(_GOODBYE)
         for _, each in leaving:
             each.end(timedelta(seconds=deadline.remaining_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    start: Start
+    log: Log
+    kind: TrialKind
+    stop: threading.Event
 
 
 def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool:
@@ -300,7 +290,7 @@ class _Borrowed:
 class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process; a reused process that cannot serve it is replaced."""
 
-    def __init__(self, pool: _Pool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
+    def __init__(self, pool: TrialProcessPool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
         super().__init__(borrowed.child.connection, borrowed)
         self._pool = pool
         self._request = request
@@ -366,8 +356,8 @@ class _PooledChannel(TrialChannel):
                 "a process that was kept from an earlier trial %s; a new one is started", why or ended
             )
         with self._changing:
-            request, stop = self._request, threading.Event()
-            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, stop), request.log)
+            request = self._request
+            self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, request.stop), request.log)
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin()

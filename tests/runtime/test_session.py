@@ -1,0 +1,175 @@
+"""The trial's side of an attempt: saves that store nothing, snapshots, and a trial that is to save and leave."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StateSaved, StepDone, ToTrial
+from prefect_tune.core.models import StepReport
+from prefect_tune.runtime.reported_directory import snapshot
+from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.trainable import TrialOver
+from tests.fakes.checkpoints import files_in, write
+from tests.fakes.trial_processes import start_of
+
+
+class Supervisor:
+    """Sends `said` at the `moment`-th check for a message, and acknowledges every checkpoint."""
+
+    def __init__(self, moment: int, said: ToTrial) -> None:
+        self._moment = moment
+        self._said = said
+        self._looks = 0
+        self._waiting: deque[ToTrial] = deque()
+        self.steps = 0
+        self.saved = 0
+
+    def has_message(self) -> bool:
+        self._looks += 1
+        if self._looks == self._moment:
+            self._waiting.append(self._said)
+        return bool(self._waiting)
+
+    def receive(self) -> ToTrial:
+        return self._waiting.popleft()
+
+    def send(self, message: FromTrial) -> None:
+        match message:
+            case StateSaved(report=report) | StepDone(report=report, checkpoint=str()):
+                self.steps = self.saved = report.step
+                self._waiting.append(CheckpointSaved(step=report.step))
+            case StepDone(report=report):
+                self.steps = report.step
+            case _:
+                pass
+
+
+def session_in(place: Path, stopper: Stopper = Never()) -> TrialSession:  # noqa: B008  frozen: safe to share
+    supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it sends no message
+    start = start_of("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
+    return TrialSession(supervisor, start, stopper)
+
+
+def written(directory: str) -> object:
+    return Path(directory, "weights").write_text("1")
+
+
+def both(directory: str) -> object:
+    written(directory)
+    return {"step": 1}
+
+
+@pytest.mark.parametrize("save", [lambda _: {"step": 1}, lambda _: {}, both, lambda _: b"state", lambda _: "elsewhere"])
+def test_a_state_that_is_returned_is_refused_for_nothing_would_be_stored_of_it(
+    tmp_path: Path, save: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InvalidInput, match=r"step 1: save_checkpoint returned a \w+; write files into checkpoint_dir"):
+        session_in(tmp_path).report_step({"loss": 1.0}, save)
+
+
+@pytest.mark.parametrize("save", [lambda _: None, lambda directory: directory, Path])
+def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: Callable[[str], Any]) -> None:
+    session = session_in(tmp_path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            session.report_step({"loss": 1.0}, save)
+    assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
+
+
+def test_what_a_save_returns_is_ignored_if_it_wrote_files(tmp_path: Path) -> None:
+    save: Any = written
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session_in(tmp_path).report_step({"loss": 1.0}, save)
+
+
+def test_a_path_in_place_of_a_checkpoint_is_refused_with_how_to_make_one_of_it(tmp_path: Path) -> None:
+    given: Any = str(tmp_path)
+    with pytest.raises(InvalidInput, match=r"as in pt\.Checkpoint\.from_directory"):
+        session_in(tmp_path).report({"loss": 1.0}, given)
+
+
+@pytest.mark.parametrize("elsewhere", ["", "/dev/shm"], ids=["within a file system", "between two"])
+def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, elsewhere: str) -> None:
+    with TemporaryDirectory(dir=elsewhere or tmp_path) as other:
+        source = write(Path(other, "source"), {"weights": bytes(range(256)) * 5000, "deep/empty": b""})
+        (source / "weights").chmod(0o640)
+        copy = snapshot(source, tmp_path / "copy")
+        assert files_in(copy) == files_in(source)
+        assert (copy / "weights").stat().st_mode == (source / "weights").stat().st_mode
+        (source / "newest").symlink_to("weights")
+        assert files_in(snapshot(source, tmp_path / "linked"))["newest"] == files_in(source)["weights"]
+        os.mkfifo(source / "pipe")
+        with pytest.raises(InvalidInput, match="neither a file nor a directory"):
+            snapshot(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize("meant", [".", "../elsewhere", "nothing"])
+def test_a_snapshot_follows_no_link_to_a_directory_which_may_be_its_own(tmp_path: Path, meant: str) -> None:
+    source = write(tmp_path / "source", {"weights": b"1"})
+    write(tmp_path / "elsewhere", {"data": b"2"})
+    (source / "link").symlink_to(meant)
+    with pytest.raises(InvalidInput, match="link: a link to a directory, or to nothing, cannot be saved"):
+        snapshot(source, tmp_path / "copy")
+
+
+def test_a_disk_that_is_full_during_a_snapshot_is_the_machines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    source = write(tmp_path / "source", {"deep/weights": b"1"})
+    with pytest.raises(OSError, match="No space left") as raised:
+        snapshot(source, tmp_path / "copy")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Looks(Stopper):
+        def __init__(self, *, back: bool) -> None:
+            self._back = back
+
+        @property
+        def looks_back(self) -> bool:
+            return self._back
+
+        def why_stop(self, reports: Sequence[StepReport]) -> None:
+            seen.append(len(reports))
+
+    for back in (True, False):
+        session = session_in(tmp_path, Looks(back=back))
+        for _ in range(3):
+            session.report({"loss": 1.0}, None)
+    assert seen == [1, 2, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("moment", range(1, 13))
+def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
+    supervisor: Any = Supervisor(moment, Leave(reason="enough", save=True, for_good=True))
+    session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
+
+    def train() -> None:
+        for _ in range(12):
+            session.report_step({"loss": 1.0}, lambda _: None)
+
+    with pytest.raises(TrialOver) as over:
+        train()
+    assert over.value.ended.left
+    assert supervisor.saved == supervisor.steps == session.step
