@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,46 @@ def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command
     printed, imported = imported_by(command, target, "digits")
     assert "6" in printed
     assert imported == set()
+
+
+def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from prefect_tune.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
+    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "show", str(target), "digits"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "prefect-tune: [Errno 28] No space left on device\n")
+
+
+def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
+    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(target), "digits"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("# digits\n")
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

@@ -113,8 +113,8 @@ def _given(params: str | None) -> Mapping[str, Any]:
 def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
     from prefect_tune.deploy.deployment_specs import DeploymentSchedule, Interval
 
-    if every_seconds is not None and every_seconds <= 0:
-        raise WrongUsage(f"--every-seconds: expected more than 0, found {every_seconds:g}")
+    if every_seconds is not None and not 0 < every_seconds <= timedelta.max.total_seconds():
+        raise WrongUsage(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
     found = [DeploymentSchedule(when, time_zone) for when in cron]
     if every_seconds is not None:
         found.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
