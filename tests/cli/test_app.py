@@ -40,10 +40,10 @@ def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
     assert imported == set()
 
 
-@pytest.mark.parametrize("command", ["show", "checkpoints", "verify"])
+@pytest.mark.parametrize("command", ["show", "checkpoints", "verify", "gc"])
 def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
     printed, imported = imported_by(command, target, "digits")
-    assert "6" in printed
+    assert re.search("6|nothing to collect", printed)
     assert imported == set()
 
 

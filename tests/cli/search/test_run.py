@@ -188,6 +188,8 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--space", "README.md"], "--space README.md: not valid JSON: "),
+        (["--time-budget-seconds", "inf"], "--time-budget-seconds: expected a finite number of seconds, found inf"),
+        (["--silence-timeout-seconds", "nan"], "--silence-timeout-seconds: expected a finite number of seconds, found"),
         (["--set", "a..b=1"], "--set 'a..b=1': expected name=value"),
         (["--experiment", "a/b"], "name 'a/b': expected 1 to 128 letters"),
         (["--target", "s4://b"], "'s4://b': unknown scheme 's4'"),

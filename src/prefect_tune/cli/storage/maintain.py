@@ -11,8 +11,7 @@ import typer
 
 from prefect_tune.cli.shared.app import AsJson, Target, command
 from prefect_tune.cli.shared.flow_errors import short_errors
-from prefect_tune.cli.shared.nearby_targets import require_folder
-from prefect_tune.cli.shared.open_target import place_at
+from prefect_tune.cli.shared.open_target import existing_place
 from prefect_tune.core.errors import DamageFound
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def maintain(
     """
     from prefect_tune.core.experiment.retention import Retention
 
-    require_folder(place_at(target))
+    existing_place(target)
     with short_errors("stopped; run it again to maintain the rest"):
         from prefect_tune.flows.maintain import maintain as flow
 
