@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.cli.shared.app import COMMANDS
-from tests.fakes.command_line import Run
+from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -62,29 +61,15 @@ def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback() -> No
 
 
 def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code, "show", str(target), "digits"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (1, "prefect-tune: [Errno 28] No space left on device\n")
+        done = run_in_process("show", target, "digits", stdout=full)
+    assert (done.code, done.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
 
 
 def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "report", str(target), "digits"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("# digits\n")
+    done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("# digits\n")
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.cli.shared.option_parsing import space_from
-from tests.fakes.command_line import Done, Run
+from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
 
@@ -108,9 +107,8 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
 def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str, run: Run, tmp_path: Path) -> None:
     command = ["run", "tests.trainables.digits_table:DigitsTable", "--target", str(tmp_path), "--experiment", "e"]
     command += ["--set", "row=grid_search(1,2)", "--set", "step_seconds=0.2", "--num-samples", "1", "--stop", "step=20"]
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *command, "--checkpoint-every", "1"],
+        [*PROGRAM, *command, "--checkpoint-every", "1"],
         env={**os.environ, "PREFECT_API_URL": prefect_server},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -289,14 +287,7 @@ def test_what_cannot_be_resumed_is_refused_before_a_server_is_asked(
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
 @pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command, str(tmp_path)],
-        env={**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")
-    assert done.stderr.count("\n") == 1
+    done = run_in_process(*command, tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{free_port()}/api")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")
+    assert done.err.count("\n") == 1
