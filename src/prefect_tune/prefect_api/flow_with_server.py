@@ -35,6 +35,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class FlowInterrupted(KeyboardInterrupt):
+    """Ctrl-C after a flow run began; a plain `KeyboardInterrupt` comes from before it."""
+
+
 class FlowWithServer(Flow[_P, _R]):
     """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
 
@@ -46,17 +50,19 @@ class FlowWithServer(Flow[_P, _R]):
 
         Raises:
             InvalidInput: an argument is wrong.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect.
+            KeyboardInterrupt: Ctrl-C, a `FlowInterrupted` if the flow run had begun. Its message says what to do; its
+                traceback has no line of Prefect.
         """
+        kind: type[KeyboardInterrupt] = KeyboardInterrupt
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             require_valid(self, args, options)
             with self.call_context(self.name), ExitStack() as settings:
                 _have_server(settings)
-                advice = f"{self.name} was interrupted: run it again to continue"
+                kind, advice = FlowInterrupted, f"{self.name} was interrupted: run it again to continue"
                 return super().__call__(*args, **options)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(*(interrupt.args or (advice,))) from None
+            raise kind(*(interrupt.args or (advice,))) from None
 
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.

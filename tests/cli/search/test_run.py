@@ -128,6 +128,17 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     ] * 2
 
 
+def test_interrupted_before_a_flow_run_it_names_no_experiment_to_resume(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_parameters: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefect_tune.cli.search.run._tuned", interrupted)
+    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
+    assert (done.code, done.out, done.err) == (130, "", "stopped before it began; nothing was started\n")
+
+
 def _wait_for(fact: Callable[[], bool]) -> None:
     until = time.monotonic() + 150
     while not fact():

@@ -21,11 +21,14 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect.exceptions import PrefectException, TerminationSignal
     from pydantic import ValidationError
 
+    from prefect_tune.prefect_api.flow_with_server import FlowInterrupted
+
     try:
         with _without_traces():
             yield
-    except (KeyboardInterrupt, TerminationSignal):
-        print(when_interrupted, file=sys.stderr)
+    except (KeyboardInterrupt, TerminationSignal) as interrupt:
+        has_begun = isinstance(interrupt, FlowInterrupted | TerminationSignal)
+        print(when_interrupted if has_begun else "stopped before it began; nothing was started", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error
