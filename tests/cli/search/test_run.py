@@ -104,7 +104,10 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(900)
-def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
+    prefect_server: str, run: Run, tmp_path: Path, interrupt: signal.Signals
+) -> None:
     command = ["run", "tests.trainables.digits_table:DigitsTable", "--target", str(tmp_path), "--experiment", "e"]
     command += ["--set", "row=grid_search(1,2)", "--set", "step_seconds=0.2", "--num-samples", "1", "--stop", "step=20"]
     process = subprocess.Popen(
@@ -116,7 +119,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
         cwd=Path(__file__).parents[3],
     )
     _wait_for(lambda: any(tmp_path.glob("e/trials/*/checkpoints/*/manifest.json")))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(interrupt)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     again = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +17,20 @@ _INTERRUPTED = 130
 
 @contextmanager
 def short_errors(when_interrupted: str) -> Iterator[None]:
-    """Print Prefect's errors as one line, and an interrupt as `when_interrupted`."""
+    """Print Prefect's errors as one line, and an interrupt, Ctrl-C or SIGTERM, as `when_interrupted`."""
     import httpx
-    from prefect.exceptions import PrefectException, TerminationSignal
+    from prefect.exceptions import PrefectException
     from pydantic import ValidationError
 
     from prefect_tune.prefect_api.flow_with_server import FlowInterrupted
 
+    # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _without_traces():
             yield
-    except (KeyboardInterrupt, TerminationSignal) as interrupt:
-        has_begun = isinstance(interrupt, FlowInterrupted | TerminationSignal)
+    except KeyboardInterrupt as interrupt:
+        has_begun = isinstance(interrupt, FlowInterrupted)
         print(when_interrupted if has_begun else "stopped before it began; nothing was started", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
@@ -39,6 +42,8 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
         if "API" in str(error):  # what Prefect raises when no server answers
             raise TuneError(f"Prefect: {_in_one_line(error)}") from error
         raise
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
 
 
 @contextmanager
