@@ -125,7 +125,7 @@ def without(lines: Collection[str], code: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page",
-    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS],
+    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS, OPTUNA, SCHEDULERS],
     ids=lambda page: page.name,
 )
 def test_each_page_on_searches_and_results_works_from_top_to_bottom(
@@ -233,11 +233,6 @@ def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout
 
 
-def test_the_page_on_optuna_works_from_top_to_bottom(tmp_path: Path) -> None:
-    done = run_blocks(blocks_of(OPTUNA), tmp_path, {})
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.deep
 def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     write_experiment(tmp_path / "runs", "first", [20, 40], quarantined=(40,))
@@ -269,11 +264,6 @@ def test_the_page_on_optuna_names_every_sampler_and_pruner() -> None:
 
     every = {*samplers.__all__, *pruners.__all__} - {"BaseSampler", "BaseGASampler", "BasePruner", "nsgaii"}
     assert every <= set(re.findall(r"`(\w+(?:Sampler|Pruner))`", OPTUNA.read_text()))
-
-
-def test_the_page_on_schedulers_works_from_top_to_bottom(tmp_path: Path) -> None:
-    done = run_blocks(blocks_of(SCHEDULERS), tmp_path, {})
-    assert done.returncode == 0, done.stdout
 
 
 @every_scheduler

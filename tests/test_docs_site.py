@@ -14,7 +14,7 @@ import pytest
 import typer
 
 import prefect_tune as pt
-from prefect_tune.cli import app
+from prefect_tune.cli import application
 from tools import docs_site
 from tools.docs_links import broken
 from tools.docs_site import ROOT, api_names, build, linked_to_api, public_names, stage_pages, unlisted
@@ -61,7 +61,7 @@ def test_every_command_is_shown_with_every_option(site: Path) -> None:
         of_itself = {option for param in command.params for option in param.opts if option.startswith("--")}
         return of_itself.union(*map(options, getattr(command, "commands", {}).values()))
 
-    assert {each for each in options(typer.main.get_command(app)) if each not in shown} == set()
+    assert {each for each in options(typer.main.get_command(application())) if each not in shown} == set()
 
 
 def test_the_front_page_has_the_code_of_the_readme(site: Path) -> None:

@@ -123,11 +123,11 @@ def test_what_only_looks_like_an_exemption_is_none() -> None:
 
 
 def test_each_command_is_in_the_module_of_its_name_in_the_folder_of_its_panel() -> None:
-    named = {each.name or each.callback.__name__: each for each in cli.app.registered_commands}
+    named = {each.name or each.callback.__name__: each for each in cli.application().registered_commands}
     homes = {name: (each.callback.__module__, each.rich_help_panel) for name, each in named.items()}
     homes |= {
         str(group.name): (each.callback.__module__, group.rich_help_panel)
-        for group in cli.app.registered_groups
+        for group in cli.application().registered_groups
         for each in group.typer_instance.registered_commands
     }
     assert homes == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.cli.shared.app import COMMANDS
-from tests.fakes.command_line import Run
+from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -38,11 +39,37 @@ def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
     assert imported == set()
 
 
-@pytest.mark.parametrize("command", ["show", "checkpoints", "verify"])
+@pytest.mark.parametrize("command", ["show", "checkpoints", "verify", "gc"])
 def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
     printed, imported = imported_by(command, target, "digits")
-    assert "6" in printed
+    assert re.search("6|nothing to collect", printed)
     assert imported == set()
+
+
+def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from prefect_tune.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run_in_process("show", target, "digits", stdout=full)
+    assert (done.code, done.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
+
+
+def test_a_character_that_the_locale_lacks_does_not_end_a_command(target: Path) -> None:
+    done = run_in_process("report", target, "digits", PYTHONIOENCODING="ascii")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("# digits\n")
 
 
 def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:

@@ -1,9 +1,13 @@
-"""The exit code and output of a call of the command line."""
+"""The exit code and output of a call of the command line, in this process or one of its own."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO
 
 
 @dataclass(frozen=True)
@@ -14,3 +18,19 @@ class Done:
 
 
 Run = Callable[..., Done]
+
+PROGRAM = [sys.executable, "-c", "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"]
+"""Begins the command of a process of its own."""
+
+
+def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environment: str) -> Done:
+    """Call the command line in a process of its own, with more environment; `stdout` is captured unless it is given."""
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments)],
+        env={**os.environ, **environment},
+        stdout=stdout or subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout or "", done.stderr)

@@ -5,12 +5,34 @@ A command imports heavy modules when it runs, so that `--help` does not wait for
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from prefect_tune.cli.shared.app import COMMANDS, app, main
+if TYPE_CHECKING:
+    import typer
 
-__all__ = ["app", "main"]
+__all__ = ["application", "main"]
 
-for _panel, _names in COMMANDS.items():
-    for _name in _names:
-        import_module(f"{__name__}.{_panel}.{_name}")  # it adds itself to `app`
+
+def main() -> None:
+    """Run the command line. Ctrl-C before all commands are imported ends the process at once: nothing has begun."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the module that is imported just then
+    application()
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    from prefect_tune.cli.shared.app import run_app
+
+    run_app()
+
+
+def application() -> typer.Typer:
+    """Import all commands, which add themselves to the application, and return it."""
+    from prefect_tune.cli.shared.app import COMMANDS, app
+
+    for panel, names in COMMANDS.items():
+        for name in names:
+            import_module(f"{__name__}.{panel}.{name}")
+    return app

@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Finished, GaveUp, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
-from prefect_tune.loggers.json_logger import JSONRows
+from prefect_tune.loggers.row_loggers import JSONRows
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -39,6 +39,10 @@ Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractCon
 """Starts what a call with these arguments needs, on this task runner; entered for the duration of the call."""
 
 
+class FlowInterrupted(KeyboardInterrupt):
+    """Ctrl-C after a flow run began; a plain `KeyboardInterrupt` comes from before it."""
+
+
 class FlowWithServer(Flow[_P, _R]):
     """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
 
@@ -52,17 +56,19 @@ class FlowWithServer(Flow[_P, _R]):
 
         Raises:
             InvalidInput: an argument is wrong.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect.
+            KeyboardInterrupt: Ctrl-C, a `FlowInterrupted` if the flow run had begun. Its message says what to do; its
+                traceback has no line of Prefect.
         """
+        kind: type[KeyboardInterrupt] = KeyboardInterrupt
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             arguments = require_valid(self, args, options)
             with self.call_context(self.name), ExitStack() as resources:
                 _have_server(resources, partial(self._prestarted, arguments))
-                advice = f"{self.name} was interrupted: run it again to continue"
+                kind, advice = FlowInterrupted, f"{self.name} was interrupted: run it again to continue"
                 return super().__call__(*args, **options)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(*(interrupt.args or (advice,))) from None
+            raise kind(*(interrupt.args or (advice,))) from None
 
     def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
         return nullcontext() if self.prestart is None else self.prestart(arguments, self.task_runner)

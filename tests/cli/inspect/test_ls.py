@@ -158,7 +158,7 @@ def test_a_report_of_another_kind_is_refused_and_nothing_is_written(
     run: Run, moods: Path, tmp_path: Path, asked: list[str], expected: str
 ) -> None:
     done = run("report", moods, "moods", "--output", tmp_path / asked[0], *asked[1:])
-    assert done.code == 1
+    assert done.code == 2
     assert expected in done.err
     assert not (tmp_path / asked[0]).exists()
 

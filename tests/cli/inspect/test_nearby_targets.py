@@ -28,7 +28,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://nearby-targets"
 
 
-@pytest.mark.parametrize("command", [("ls",), ("show", "digits"), ("report", "digits"), ("verify", "digits")])
+@pytest.mark.parametrize(
+    "command",
+    [("ls",), ("show", "digits"), ("report", "digits"), ("maintain",), ("stop", "e"), ("delete", "--yes", "e")],
+)
 def test_a_folder_that_does_not_exist_is_named_with_a_similar_one_and_not_created(
     run: Run, tmp_path: Path, command: tuple[str, ...]
 ) -> None:

@@ -203,7 +203,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
         (1, (*TO, "--name", "x", "--param", "advanced=seed"), "advanced: expected an object with parameters"),
         (2, (*TO, "--name", "x", "--params", "[1]"), "--params: expected a JSON object"),
         (1, (*TO, "--name", "x", "--cron", "0 2 * * *"), "'trainable', 'target' missing"),
-        (2, (*TO, "--name", "x", "--every-seconds", "0"), "expected more than 0"),
+        *((2, (*TO, "--name", "x", "--every-seconds", each), "expected more than 0") for each in ("0", "nan", "inf")),
         (1, (*TO, "--name", "x", "--param", "target=s3-target/gone"), "no block 's3-target/gone' is saved"),
     ],
 )

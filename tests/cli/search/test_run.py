@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.cli.shared.option_parsing import space_from
-from tests.fakes.command_line import Done, Run
+from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
 
@@ -105,12 +104,14 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(900)
-def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
+    prefect_server: str, run: Run, tmp_path: Path, interrupt: signal.Signals
+) -> None:
     command = ["run", "tests.trainables.digits_table:DigitsTable", "--target", str(tmp_path), "--experiment", "e"]
     command += ["--set", "row=grid_search(1,2)", "--set", "step_seconds=0.2", "--num-samples", "1", "--stop", "step=20"]
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *command, "--checkpoint-every", "1"],
+        [*PROGRAM, *command, "--checkpoint-every", "1"],
         env={**os.environ, "PREFECT_API_URL": prefect_server},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -118,7 +119,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
         cwd=Path(__file__).parents[3],
     )
     _wait_for(lambda: any(tmp_path.glob("e/trials/*/checkpoints/*/manifest.json")))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(interrupt)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     again = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"
@@ -128,6 +129,17 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [
         ("completed", True)
     ] * 2
+
+
+def test_interrupted_before_a_flow_run_it_names_no_experiment_to_resume(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_parameters: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefect_tune.cli.search.run._tuned", interrupted)
+    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
+    assert (done.code, done.out, done.err) == (130, "", "stopped before it began; nothing was started\n")
 
 
 def _wait_for(fact: Callable[[], bool]) -> None:
@@ -188,6 +200,12 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--space", "README.md"], "--space README.md: not valid JSON: "),
+        (["--time-budget-seconds", "inf"], "--time-budget-seconds: expected a finite number of seconds, found inf"),
+        (["--silence-timeout-seconds", "nan"], "--silence-timeout-seconds: expected a finite number of seconds, found"),
+        (["--set", "a..b=1"], "--set 'a..b=1': expected name=value"),
+        (["--experiment", "a/b"], "name 'a/b': expected 1 to 128 letters"),
+        (["--target", "s4://b"], "'s4://b': unknown scheme 's4'"),
+        (["--num-samples", 3, "--samples-per-run", 2], "num_samples=3 is the total, samples_per_run=2 is what"),
         (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
         (["--scheduler", "ASAH"], "scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
         (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
@@ -246,45 +264,44 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
 def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("{a: ")
-    for name, message in (("list.yaml", "expected an object"), ("torn.yaml", "not valid YAML: ")):
+    (tmp_path / "deep.yaml").write_text(f"a: {'[' * 5000}")
+    (tmp_path / "deep.json").write_text('{"a": ' * 100_000)
+    messages = {"list.yaml": "expected an object", "torn.yaml": "not valid YAML: ", "deep.yaml": "not valid YAML: "}
+    for name, message in {**messages, "deep.json": "not valid JSON: "}.items():
         done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--space", tmp_path / name)
         assert (done.code, done.err.count("\n")) == (2, 1)
         assert message in done.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["frist"], "there is no experiment 'frist' at {target}; did you mean 'first'?"),
-        (["elsewhere"], "there is no experiment 'elsewhere' at {target}"),
+        (["frist"], 1, "there is no experiment 'frist' at {target}; did you mean 'first'?"),
+        (["elsewhere"], 1, "there is no experiment 'elsewhere' at {target}"),
         (
             ["first", "--num-samples", 3],
+            1,
             "num_samples: experiment 'first' has 10 already, and this run passes 3: it is the new total. Pass 10",
         ),
+        (["first", "--at", 2], 2, "--at: a resume starts at the last entry; to start at another one, name the fork"),
+        (["first", "--fork", "a/b"], 2, "name 'a/b': expected 1 to 128 letters"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_before_a_server_is_asked(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object], message: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object], code: int, message: str
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     write_search(tmp_path, "first", {"00000": 0.5})
     done = run("resume", tmp_path, *arguments)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (code, "")
     assert done.err.startswith(f"prefect-tune: {message.format(target=tmp_path.as_uri())}")
     assert done.err.count("\n") == 1
 
 
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
-def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
-    command = ["run", TRAIN, "--target", str(tmp_path), "--experiment", "e", "--set", "x=1"]
-    code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command],
-        env={**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
+def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    done = run_in_process(*command, tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{free_port()}/api")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")
+    assert done.err.count("\n") == 1

@@ -87,6 +87,13 @@ def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path
     assert files_in(tmp_path / "other") == {"count": b"2"}
 
 
+def test_a_directory_that_cannot_be_made_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("export", moods, "moods", tmp_path / "file" / "out")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"prefect-tune: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n"
+
+
 def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:
     done = run("gc", moods, "moods", "--delete")
     assert (done.code, done.out) == (0, "nothing to collect in 4 trials\n")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prefect_tune.cli.shared.app import AsJson, Target, command
 from prefect_tune.cli.shared.nearby_targets import experiments_nearby
-from prefect_tune.cli.shared.open_target import looked_at, place_at, written_at
+from prefect_tune.cli.shared.open_target import existing_place, looked_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, kind_of, named, objective_in
@@ -37,7 +37,7 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
     with looked_at(target) as store:
         paths = [each.path for each in store.list("")]
         rows = list(_experiments(store, names_among(paths)))
-        nearby = "" if rows or as_json else experiments_nearby(place_at(target), paths)
+        nearby = "" if rows or as_json else experiments_nearby(existing_place(target), paths)
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
     elif rows:

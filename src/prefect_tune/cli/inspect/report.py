@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
-from prefect_tune.cli.shared.open_target import opened, place_at, viewed
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, WrongUsage, command
+from prefect_tune.cli.shared.open_target import existing_place, opened, viewed
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.journal.journal import history
@@ -70,7 +70,7 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     if ending not in forms:
         hint = "; for JSON use --json" if ending == ".json" else ""
         endings = " or ".join(filter(None, forms))
-        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
+        raise WrongUsage(f"--output {output}: expected a file that ends in {endings}{hint}")
     return forms[ending]
 
 
@@ -97,4 +97,4 @@ def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     fresh = freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     age = fresh.words("before this page was drawn") if fresh.is_running else ""
-    return report_input_of(state, found.view, uri=place_at(target).uri, now=now, age=age), fresh
+    return report_input_of(state, found.view, uri=existing_place(target).uri, now=now, age=age), fresh

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.checkpoint_selection import trials_today
-from prefect_tune.cli.shared.open_target import chosen_trials, opened, viewed
+from prefect_tune.cli.shared.open_target import chosen_trials, opened, trials_today, viewed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial

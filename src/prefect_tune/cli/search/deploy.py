@@ -15,11 +15,18 @@ import typer
 from prefect_tune.cli.shared.app import AsJson, WrongUsage, asks, command
 from prefect_tune.cli.shared.option_parsing import object_from, values_from
 from prefect_tune.core.errors import TuneError
+from prefect_tune.deploy.deployment_specs import (
+    DeploymentSchedule,
+    DeploymentSpec,
+    Interval,
+    named,
+    of_one_experiment,
+    wanted,
+)
 
 if TYPE_CHECKING:
     from prefect_tune.deploy.apply_automations import Installed
     from prefect_tune.deploy.apply_deployments import Deployed
-    from prefect_tune.deploy.deployment_specs import DeploymentSchedule, DeploymentSpec
 
 
 class _Collision(StrEnum):
@@ -72,7 +79,7 @@ def deploy(
     prefect-tune deploy tune --name nightly --params @nightly.json
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
     """
-    from prefect_tune.deploy.apply_automations import require_block
+    from prefect_tune.deploy.apply_automations import apply_automations, require_block
     from prefect_tune.deploy.apply_deployments import Pool, deploy
 
     if not work_pool:
@@ -84,14 +91,14 @@ def deploy(
     schedules = _schedules(cron or (), every_seconds, time_zone)
     if name is None:
         _require_nothing_of_one(asked, schedules)
-        wanted = _general(flows or (), prefix, suffix)
+        specs = wanted(named(flows or ()), prefix=prefix, suffix=suffix)
     else:
-        wanted = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
+        specs = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
     if notify is not None:
         require_block(notify)
-    done = deploy(wanted, Pool(name=work_pool, queue=work_queue, job_variables=variables))
+    done = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
-        installed = _automations(notify) if automations else []
+        installed = apply_automations(notify=notify, without_action="leave out") if automations else []
     except TuneError as error:
         _say(done, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
@@ -111,10 +118,8 @@ def _given(params: str | None) -> Mapping[str, Any]:
 
 
 def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
-    from prefect_tune.deploy.deployment_specs import DeploymentSchedule, Interval
-
-    if every_seconds is not None and every_seconds <= 0:
-        raise WrongUsage(f"--every-seconds: expected more than 0, found {every_seconds:g}")
+    if every_seconds is not None and not 0 < every_seconds <= timedelta.max.total_seconds():
+        raise WrongUsage(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
     found = [DeploymentSchedule(when, time_zone) for when in cron]
     if every_seconds is not None:
         found.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
@@ -126,12 +131,6 @@ def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None
         raise WrongUsage("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
 
 
-def _general(flows: Sequence[str], prefix: str, suffix: str) -> Sequence[DeploymentSpec]:
-    from prefect_tune.deploy.deployment_specs import named, wanted
-
-    return wanted(named(flows), prefix=prefix, suffix=suffix)
-
-
 def _of_one(
     flows: Sequence[str],
     name: str,
@@ -139,17 +138,9 @@ def _of_one(
     schedules: Sequence[DeploymentSchedule] | None,
     collision: _Collision,
 ) -> DeploymentSpec:
-    from prefect_tune.deploy.deployment_specs import named, of_one_experiment
-
     if len(flows) != 1:
         raise WrongUsage(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
-
-
-def _automations(notify: str | None) -> Sequence[Installed]:
-    from prefect_tune.deploy.apply_automations import apply_automations
-
-    return apply_automations(notify=notify, without_action="leave out")
 
 
 def _say(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
+from prefect_tune.cli.shared.open_target import existing_place
 
 
 @command
@@ -28,6 +29,7 @@ def stop(
     """
     from prefect_tune.tuner.stopping.send_stop_request import stop as send_stop_request
 
+    existing_place(target)
     outcome = send_stop_request(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
     done = outcome.status in ("stopped", "had-ended", "stopping")
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -76,10 +77,12 @@ class WrongUsage(InvalidInput):
     """An argument or an option is not valid; raised before anything is started, read or written."""
 
 
-def main() -> None:
-    """Run the command line; print a `TuneError` as one message, without a traceback."""
+def run_app() -> None:
+    """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the locale lacks must not end the command
     try:
         app()
-    except TuneError as error:
+    except (TuneError, OSError) as error:
         print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
         sys.exit(_WRONG_USAGE if isinstance(error, WrongUsage) else 1)

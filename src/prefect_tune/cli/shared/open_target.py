@@ -7,28 +7,39 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from prefect_tune.cli.shared.nearby_targets import require_folder
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import trial_named
+from prefect_tune.core.experiment.trial_transitions import Trial, live_keys
+from prefect_tune.core.journal.journal import load, next_entry
+from prefect_tune.core.journal.trial_journal import trial_today
+from prefect_tune.core.messages.live_status import ExperimentView, view_of
+from prefect_tune.core.storage.experiment_listing import no_experiment
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.stores.locations.local_folder import LocalFolder, local_folder
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.messages.live_status import ExperimentView
-    from prefect_tune.core.storage.object_store import ObjectStore
-    from prefect_tune.stores.locations.local_folder import LocalFolder
 
 _TIMEOUT = timedelta(minutes=30)
 
 
-def place_at(target: str) -> StorageTarget | LocalFolder:
-    """Return the target; it is not created if it is missing. A folder that exists needs no import of Prefect."""
-    from prefect_tune.stores.locations.local_folder import local_folder
+def existing_place(target: str) -> StorageTarget | LocalFolder:
+    """Return the target. A folder that exists needs no import of Prefect.
 
+    Raises:
+        InvalidInput: it is a folder of this machine that does not exist.
+    """
     if folder := local_folder(target):
         return folder
     from prefect_tune.blocks import resolve_existing
 
-    return resolve_existing(target)
+    place = resolve_existing(target)
+    require_folder(place)
+    return place
 
 
 @contextmanager
@@ -38,11 +49,7 @@ def looked_at(target: str) -> Iterator[ObjectStore]:
     Raises:
         InvalidInput: it is a folder of this machine that does not exist.
     """
-    from prefect_tune.cli.shared.nearby_targets import require_folder
-
-    place = place_at(target)
-    require_folder(place)
-    with place.open(timeout=_TIMEOUT) as store:
+    with existing_place(target).open(timeout=_TIMEOUT) as store:
         yield store
 
 
@@ -53,14 +60,10 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
     Raises:
         InvalidInput: there is no experiment of this name.
     """
-    from prefect_tune.core.journal.journal import load
-    from prefect_tune.core.storage.experiment_listing import no_experiment
-    from prefect_tune.stores.local.staging import transfer_pool
-
     with looked_at(target) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if not state.number:
-            raise InvalidInput(no_experiment(store, experiment, place_at(target).uri))
+            raise InvalidInput(no_experiment(store, experiment, existing_place(target).uri))
         yield store, state
 
 
@@ -70,21 +73,31 @@ def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
     Raises:
         InvalidInput: there is no trial of this name.
     """
-    from prefect_tune.core.experiment.summary import trial_named
-
     return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
+
+
+def trials_today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
+    """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""
+    with transfer_pool() as transfers:
+        return list(transfers(lambda known: trial_today(store, state.name, known, side_by_side=map), trials))
+
+
+def trial_key(state: Experiment, trial: Trial) -> TrialKey:
+    """Return the trial's key on the target."""
+    return TrialKey(experiment=state.name, trial=trial.trial)
+
+
+def live_checkpoints(state: Experiment, trial: Trial) -> list[CheckpointKey]:
+    """Return the keys of the trial's live checkpoints, oldest first."""
+    return live_keys(trial_key(state, trial), trial)
 
 
 def written_at(store: ObjectStore, state: Experiment) -> str:
     """Return when the last entry of the journal was written."""
-    from prefect_tune.core.journal.journal import next_entry
-
     last = next_entry(store, state.key, state.number - 1)
     return last.at if last else ""
 
 
 def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
     """Return the experiment with the newest reports of its running trials, and the time of that."""
-    from prefect_tune.core.messages.live_status import view_of
-
     return view_of(store, state, written_at(store, state))

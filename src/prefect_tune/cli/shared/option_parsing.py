@@ -30,9 +30,9 @@ def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     space = _read(file) if file else {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not (name and equals):
-            raise WrongUsage(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
         *above, last = name.split(".")
+        if not (equals and last and all(above)):
+            raise WrongUsage(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
         within = space
         for each in above:
             within = within.setdefault(each, {})
@@ -68,7 +68,7 @@ def object_from(text: str, where: str) -> dict[str, Any]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WrongUsage(f"{where}: not valid JSON: {error}") from error
 
 
@@ -80,7 +80,7 @@ def _yaml(text: str, file: Path) -> Any:
     loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise WrongUsage(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 

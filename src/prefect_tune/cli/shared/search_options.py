@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from inspect import Parameter, signature
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.cli.shared.option_parsing import numbers_from, spelling_from, stop_from, values_from
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -55,6 +57,17 @@ class _Option:
 def _one_or_more(given: Sequence[str]) -> object:
     plain = [str(each) for each in given]
     return plain[0] if len(plain) == 1 else plain
+
+
+def _seconds(option: str) -> Callable[[float], float]:
+    """Return a reader of seconds, which refuses nan and inf."""
+
+    def read(given: float) -> float:
+        if isfinite(given):
+            return given
+        raise WrongUsage(f"{option}: expected a finite number of seconds, found {given:g}")
+
+    return read
 
 
 def _cadence(steps: int) -> object:
@@ -102,7 +115,12 @@ _OPTIONS: Mapping[str, _Option] = {
     "seed": _Option(metavar="N", kind=int, about="Seed of all draws. Default: from EXPERIMENT."),
     "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
     "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
-    "time_budget_seconds": _Option(metavar="S", kind=float, about="After S seconds save all trials and end."),
+    "time_budget_seconds": _Option(
+        metavar="S",
+        kind=float,
+        read=_seconds("--time-budget-seconds"),
+        about="After S seconds save all trials and end.",
+    ),
     "checkpoint_every": _Option(
         metavar="STEPS",
         kind=int,
@@ -162,8 +180,18 @@ _OPTIONS: Mapping[str, _Option] = {
     "reuse": _Option(
         metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: fork, keep, never, or auto."
     ),
-    "grace_period_seconds": _Option(metavar="S", kind=float, about="Time to save after a stop signal. Default: 25."),
-    "silence_timeout_seconds": _Option(metavar="S", kind=float, about="Restart a trial after S without a report."),
+    "grace_period_seconds": _Option(
+        metavar="S",
+        kind=float,
+        read=_seconds("--grace-period-seconds"),
+        about="Time to save after a stop signal. Default: 25.",
+    ),
+    "silence_timeout_seconds": _Option(
+        metavar="S",
+        kind=float,
+        read=_seconds("--silence-timeout-seconds"),
+        about="Restart a trial after S without a report.",
+    ),
     "resume": _Option(
         metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: EXPERIMENT exists; never: it is new."
     ),

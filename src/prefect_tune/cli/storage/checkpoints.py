@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
-from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.open_target import chosen_trials, live_checkpoints, opened, trial_key, trials_today
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import is_search

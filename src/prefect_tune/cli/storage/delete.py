@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, WrongUsage, command
+from prefect_tune.cli.shared.open_target import existing_place
+from prefect_tune.core.models import plural, shown_size
 
 if TYPE_CHECKING:
     from prefect_tune.maintenance.delete_experiment import ExperimentContents
@@ -35,6 +37,7 @@ def delete(
 
     if not yes and not sys.stdin.isatty():
         raise WrongUsage(f"delete {experiment}: there is no terminal to confirm it on: add --yes; nothing was deleted")
+    existing_place(target)
     found = contents_of(experiment, target=target, even_if_running=even_if_running)
     if not yes:
         question = f"Delete experiment {experiment!r} at {target} for good: {_said(found)}?"
@@ -50,8 +53,6 @@ def delete(
 
 
 def _said(found: ExperimentContents) -> str:
-    from prefect_tune.core.models import plural, shown_size
-
     trials = plural(found.trial_count, "trial", "trials")
     checkpoints = plural(found.checkpoint_count, "checkpoint", "checkpoints")
     return (

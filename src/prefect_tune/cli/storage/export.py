@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
-from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trials_today
-from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.open_target import chosen_trials, live_checkpoints, opened, trials_today
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search

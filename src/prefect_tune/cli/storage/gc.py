@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.open_target import chosen_trials, opened, trial_key
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import plural, shown_size
+from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import borderless_table, plain_cells, print_parts
-
-if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.operations.trial_gc import Collected
-    from prefect_tune.core.storage.object_store import ObjectStore
 
 
 @command
@@ -47,23 +47,18 @@ def gc(
 
 
 def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, deletes: bool) -> Iterator[Collected]:
-    from prefect_tune.core.operations.trial_gc import collect_from, look_for_garbage
-    from prefect_tune.core.storage.layout import TrialKey
-    from prefect_tune.stores.local.staging import transfer_pool
-    from prefect_tune.supervisor.run_identity import new_write_id
-
     with transfer_pool() as transfers:
         for known in trials:
-            key = TrialKey(experiment=state.name, trial=known.trial)
+            key = trial_key(state, known)
             if deletes:
+                from prefect_tune.supervisor.run_identity import new_write_id
+
                 yield collect_from(store, key, new_write_id(), side_by_side=transfers, known=known)
             else:
                 yield look_for_garbage(store, key, side_by_side=transfers, known=known)
 
 
 def _print(found: Sequence[Collected], *, deleted: bool) -> None:
-    from prefect_tune.core.models import plural, shown_size
-
     table = borderless_table("trial", "checkpoints", "blobs", "answers", "size", "")
     something = [each for each in found if each != type(each)(each.trial)]
     for each in something:

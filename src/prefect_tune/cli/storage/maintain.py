@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from prefect_tune.cli.shared.app import AsJson, Target, command
+from prefect_tune.cli.shared.flow_errors import short_errors
+from prefect_tune.cli.shared.open_target import existing_place
 from prefect_tune.core.errors import DamageFound
+
+if TYPE_CHECKING:
+    from prefect_tune.maintenance.report import MaintenanceReport
 
 _NEW_DAMAGE = 4
 
@@ -36,14 +41,18 @@ def maintain(
 
     Exits with 4 if it found damage that no earlier run reported.
     """
-    import prefect_tune as pt
+    from prefect_tune.core.experiment.retention import Retention
 
-    retention = None if keep_last is None else pt.Retention(last=keep_last)
-    alarm = ""
-    try:
-        report = pt.maintain(target, experiments=experiments, verify=verify, retention=retention, dry_run=dry_run)
-    except DamageFound as found:
-        alarm, report = str(found), found.report
+    existing_place(target)
+    with short_errors("stopped; run it again to maintain the rest"):
+        from prefect_tune.flows.maintain import maintain as flow
+
+        retention = None if keep_last is None else Retention(last=keep_last)
+        alarm = ""
+        try:
+            report = flow(target, experiments=experiments, verify=verify, retention=retention, dry_run=dry_run)
+        except DamageFound as found:
+            alarm, report = str(found), cast("MaintenanceReport", found.report)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:

@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
-from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.open_target import chosen_trials, live_checkpoints, opened, trial_key, trials_today
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import is_search
