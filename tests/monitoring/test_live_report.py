@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Owner, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
 from prefect_tune.monitoring.artifact_publisher import (
@@ -39,8 +39,10 @@ from prefect_tune.monitoring.artifact_publisher import (
     artifact_key,
 )
 from prefect_tune.reporting.number_format import format_cell
+from prefect_tune.reporting.page import page_of
+from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.progress_state import SearchEstimate
-from tests.fakes.searches.journal_builder import JournalBuilder
+from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until
 from tests.trainables.digits_table import DigitsTable
@@ -217,6 +219,38 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
+
+
+def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, plan, LOG)
+
+    def begins(name: str) -> None:
+        for event in (TrialAdded(trial=name, config={"x": 1}), Started(trial=name, attempt=1, from_step=0)):
+            search.record(event)
+            seen.happened(event, search.state)
+        seen.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
+
+    def drawn(*given: Any) -> Any:
+        begins("1")
+        return page_of(*given)
+
+    monkeypatch.setattr(live_report, "page_of", drawn)
+    begins("0")
+    seen.close(PATIENCE)
+    assert "could not be" not in caplog.text + page("report-hurried")
+    assert "0 of 3 trials done · 1 running" in page("report-hurried")
+    assert [key[:19] for key in left_by("hurried")] == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
+
+
+def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
+    search = asha(5)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("rates", None, 2), LOG)
+    seen.close(PATIENCE)
+    assert "· 5 of 5 trials done" in page("report-rates")
+    assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"
 
 
 # --------------------------------------------------------------------------------------- the artifact publisher

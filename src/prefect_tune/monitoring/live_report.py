@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -29,7 +29,7 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_input import report_input_of
+from prefect_tune.reporting.report_input import drawn_trials, report_input_of
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
@@ -113,19 +113,16 @@ class Reporter(SearchObserver):
             self._catch_up()
         with self._guard:
             experiment = self._experiment
+        drawn = drawn_trials(experiment)
+        with self._guard:  # both of one moment: a history that is ahead has trials that the experiment lacks
+            experiment, history = self._experiment, self._history.view(drawn)
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        found = report_input_of(
-            experiment, self._view, uri=uri, now=now, expected=expected, age=_age_of(experiment, now)
-        )
+        found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
         page = page_of(found, link_to)
         said = f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(_report_key(experiment), "markdown", as_markdown(page), said)
-        return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
-
-    def _view(self, trials: Collection[str]) -> HistoryView:
-        with self._guard:
-            return self._history.view(trials)
+        return [report, *self._progress(experiment, history), *self._progress_of_trials(experiment, history)]
 
     def _catch_up(self) -> None:
         """Read the entries of earlier runs, then add the events since this run began."""
@@ -155,12 +152,12 @@ class Reporter(SearchObserver):
 
     # ------------------------------------------------------------------------------------------------- progress
 
-    def _progress(self, experiment: Experiment) -> Iterator[ArtifactContent]:
+    def _progress(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
-        expected = self._outlook.trial_count
-        if expected is None or not experiment.trials:
+        if self._outlook.trial_count is None or not experiment.trials:
             return
-        newest = self._view(()).newest
+        newest = history.newest
+        expected = max(self._outlook.trial_count, len(experiment.trials))  # an earlier run may have asked for more
         share = share_of_search(experiment.trials.values(), newest, self._outlook) or 0.0
         over = sum(each.phase in ENDED for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
@@ -169,11 +166,10 @@ class Reporter(SearchObserver):
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
         yield ArtifactContent(_progress_key(experiment), "progress", round(100 * share, 1), said)
 
-    def _progress_of_trials(self, experiment: Experiment) -> Iterator[ArtifactContent]:
+    def _progress_of_trials(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
-        history = self._view(())
         running = [name for name in history.newest if experiment.trial(name).phase is Phase.RUNNING]
         runs = {each.trial: each.owner for each in history.attempts}
         still = [name for name in self._followed if name in running]

@@ -100,7 +100,7 @@ def _headline(facts: Facts) -> str:
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = facts.expected_trial_count or facts.trial_count
+    expected = max(facts.expected_trial_count or 0, facts.trial_count)  # an earlier run may have asked for more
     parts.append(f"{format_count(facts.ended_count)} of {format_count(expected)} trials done")
     counts = facts.trials_by_status.items()
     parts += [f"{format_count(count)} {name}" for name, count in counts if name not in _UNREMARKABLE]
