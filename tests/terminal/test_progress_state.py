@@ -16,8 +16,10 @@ from prefect_tune.core.journal_events.experiment_events import (
     Event,
     Finished,
     GaveUp,
+    Paused,
     Reported,
     Started,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
@@ -154,6 +156,27 @@ def test_nothing_takes_longer_than_the_time_budget() -> None:
     search.happens(Finished(trial="0", reason="enough"))
     assert search.tracker.state(10.0).left == timedelta(seconds=20)
     assert search.tracker.state(40.0).left == timedelta(0)
+
+
+def test_a_search_that_ends_early_has_no_time_left_that_is_known(search: Search) -> None:
+    search.begins("0")
+    for search.now in (1.0, 2.0):
+        search.reports("0", int(search.now), 0.5)
+    assert search.tracker.state(3.0).left is not None
+    search.happens(StopAsked(reason="enough"))
+    assert (search.tracker.state(3.0).left, search.tracker.state(3.0).ended_because) == (None, "enough")
+
+
+def test_with_paused_trials_the_time_budget_is_no_least() -> None:
+    search = Search(SearchEstimate("e", LOSS, trial_count=2, step_count=100, time=timedelta(seconds=60)))
+    search.begins("0", "1")
+    search.happens(Paused(trial="1", reason="rung"))
+    for search.now in (1.0, 2.0):
+        search.reports("0", int(search.now), 0.5)
+    shown = search.tracker.state(10.0)
+    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=50), False)
+    search.reports("0", 98, 0.5)
+    assert search.tracker.state(10.0).may_take_longer
 
 
 def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_count_when_they_arrive(

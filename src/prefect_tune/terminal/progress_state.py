@@ -76,7 +76,7 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     left: timedelta | None = None
-    """Estimated time left, from the seconds per step of this run and the slots; see `time_left`."""
+    """Estimated time left, from the seconds per step of this run and the slots; None once the search ends early."""
     may_take_longer: bool = False
     """Whether trials are paused, and it is unknown how many of them are resumed: `left` counts none."""
     rungs: Mapping[int, int] = field(default_factory=dict)
@@ -209,6 +209,8 @@ class ProgressTracker:
         trials = list(experiment.trials.values())
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
+        left = None if experiment.ends else self._left(now, trials, attempts)
+        has_paused = outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials)
         running = [
             with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
             for each in trials
@@ -222,8 +224,8 @@ class ProgressTracker:
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._rate(now, reports),
-            left=self._left(now, trials, attempts),
-            may_take_longer=outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials),
+            left=left,
+            may_take_longer=has_paused and left != self._budget_left(now),
             rungs=dict(sorted(rungs.items())),
             running=running,
             others=others,
@@ -247,15 +249,18 @@ class ProgressTracker:
         self, now: float, trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]
     ) -> timedelta | None:
         """Return the time that the remaining steps take, or until the time budget ends if that is sooner."""
-        outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
-        budget = max(timedelta(0), outlook.time - elapsed) if outlook.time is not None else None
-        if outlook.trial_count is None or elapsed < _TOO_EARLY:
+        outlook, budget = self._outlook, self._budget_left(now)
+        if outlook.trial_count is None or now - self._began < _TOO_EARLY.total_seconds():
             return budget
         work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count, outlook.promotions)
         if (seconds := seconds_left(work, trials, attempts, now)) is None:
             return budget
         left = timedelta(seconds=seconds)
         return left if budget is None else min(left, budget)
+
+    def _budget_left(self, now: float) -> timedelta | None:
+        time = self._outlook.time
+        return None if time is None else max(timedelta(0), time - timedelta(seconds=now - self._began))
 
 
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
