@@ -70,13 +70,14 @@ def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
     earlier = trained(earlier, "00001", 0.05, saved=False, ends=True)
     state = trained(trained(earlier, "00002", 0.07), "00003", 0.04)
     best = BestSoFar(LOSS, earlier)
+    assert best.trial == "00001"
     assert best.committed(state.trial("00002")) is None
     assert best.committed(state.trial("00003")) is not None
 
 
 def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None:
     state = trained(nothing_yet("first"), "00000", 0.5, ends=True)
-    assert BestSoFar(None, state).ended(state.trial("00000")) is None
+    assert BestSoFar(None, state).ended(state.trial("00000")) is BestSoFar(None, state).trial is None
     elsewhere = BestSoFar(objective_of("accuracy", "max"), state)
     assert elsewhere.committed(state.trial("00000")) is None
 
