@@ -344,6 +344,22 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
     assert page("report-broken") == "drawn"
 
 
+@pytest.mark.usefixtures("often")
+def test_an_artifact_that_cannot_be_created_is_logged_and_the_next_one_is_published(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runs: list[str | None] = ["no id of a run"]
+    shown = ArtifactPublisher(
+        lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], OFTEN, LOG
+    )
+    shown.stir()
+    until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
+    runs.append(None)
+    shown.stir()
+    shown.close(PATIENCE)
+    assert page("report-refused") == "drawn"
+
+
 def test_a_run_that_starts_again_continues_its_artifacts_and_leaves_those_of_other_runs() -> None:
     earlier = EarlierArtifacts(frozenset({"report-again"}), frozenset(), "progress-again-")
 
