@@ -231,6 +231,7 @@ def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(term
 def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:
     capture = OutputCapture(terminal.stream)
     assert (capture.isatty(), capture.fileno(), capture.encoding) == (True, terminal.stream.fileno(), "utf-8")
+    assert capture.buffer is terminal.stream.buffer
     print("one\ntwo", end="", file=capture, flush=True)
     assert (capture.take_lines(), capture.take_lines()) == (["one"], ())
     print(" is whole now", file=capture)

@@ -48,6 +48,10 @@ class OutputCapture(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def __getattr__(self, name: str) -> object:
+        """Return what only the terminal's stream has, such as `buffer`, whose writes are not kept."""
+        return getattr(self._terminal, name)
+
     def take_lines(self) -> Sequence[str]:
         """Return the complete lines since the last call."""
         with self._guard:
