@@ -41,7 +41,7 @@ from prefect_tune.monitoring.artifact_publisher import (
 from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until

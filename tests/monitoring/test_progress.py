@@ -20,7 +20,8 @@ from prefect_tune.core.journal_events.experiment_events import Cause, GaveUp, St
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import SearchEstimate
 from tests.trainables.moody import train
 
 LOG = logging.getLogger("a flow run")

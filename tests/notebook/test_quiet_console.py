@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from prefect_tune.notebook.quiet_console import quiet_console
+from prefect_tune.notebook.cell_output import quiet_console
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.terminal.error_groups import error_of
+from prefect_tune.terminal.formatting import error_of
 
 FRAME = 'File "/home/me/train.py", line 9, in train'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.terminal.format_steps import format_steps
+from prefect_tune.terminal.formatting import format_steps
 
 
 @pytest.mark.parametrize(

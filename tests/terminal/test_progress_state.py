@@ -25,7 +25,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import SearchEstimate
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LOSS = Objective(metrics=("loss",), modes=("min",))

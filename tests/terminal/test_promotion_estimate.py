@@ -13,7 +13,7 @@ from prefect_tune.core.schedulers.base import Continue, Pause, TrialReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding, promotions_of
+from prefect_tune.terminal.time_left import Promotions, TrialStanding, promotions_of
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NINE = Promotions(rungs=(1, 3, 9), reduction_factor=3, most=27)

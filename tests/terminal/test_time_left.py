@@ -22,8 +22,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
-from prefect_tune.terminal.promotion_estimate import Promotions
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import Promotions, SearchEstimate
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 

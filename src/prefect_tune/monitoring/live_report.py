@@ -35,7 +35,8 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal.formatting import format_duration
-from prefect_tune.terminal.progress_state import SearchEstimate, share_of_search, share_of_trial
+from prefect_tune.terminal.progress_state import share_of_search, share_of_trial
+from prefect_tune.terminal.time_left import SearchEstimate
 
 REFRESH_PERIOD = timedelta(seconds=15)
 """The shortest pause between two updates of a report that changes."""
@@ -121,7 +122,7 @@ class Reporter(SearchObserver):
         found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
         page = page_of(found, link_to)
         said = f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(_report_key(experiment), "markdown", as_markdown(page), said)
+        report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment, history), *self._progress_of_trials(experiment, history)]
 
     def _catch_up(self) -> None:
@@ -164,7 +165,7 @@ class Reporter(SearchObserver):
         if expected == 1:
             trial = next(iter(experiment.trials.values()))
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
-        yield ArtifactContent(_progress_key(experiment), "progress", round(100 * share, 1), said)
+        yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(100 * share, 1), said)
 
     def _progress_of_trials(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
@@ -200,14 +201,6 @@ def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
         reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
 
-def _report_key(experiment: Experiment) -> str:
-    return artifact_key("report", experiment.name)
-
-
-def _progress_key(experiment: Experiment) -> str:
-    return artifact_key("progress", experiment.name)
-
-
 def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return a key that an experiment of the same name on another target does not have: its next run deletes it."""
     names = (experiment.name, trial)
@@ -218,7 +211,7 @@ def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
     """Return what earlier runs may have left; None if this is the first one."""
     if experiment.epoch <= 1:
         return None
-    kept = frozenset((_report_key(experiment), _progress_key(experiment)))
+    kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
     of_trials = frozenset(_trial_progress_key(experiment, each, uri) for each in experiment.trials)
     prefix = plain_key("progress", experiment.name)
     return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")

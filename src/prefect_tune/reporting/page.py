@@ -22,8 +22,7 @@ from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, 
 from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
 from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.report_input import ReportInput
-from prefect_tune.terminal.error_groups import error_of
-from prefect_tune.terminal.formatting import format_counts
+from prefect_tune.terminal.formatting import error_of, format_counts
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 """Statuses that the headline leaves to the table below it."""

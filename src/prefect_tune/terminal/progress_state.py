@@ -30,31 +30,12 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import parse_time
-from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding
-from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
+from prefect_tune.terminal.time_left import AttemptTimes, SearchEstimate, TrialStanding, seconds_left
 
 _NOTES = 50
 _ERRORS = 5
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
-
-
-@dataclass(frozen=True)
-class SearchEstimate:
-    """The expected extent of a search, as far as it is known at its start."""
-
-    experiment: str
-    objective: Objective | None = None
-    trial_count: int | None = None
-    """Total number of trials, including those of earlier runs."""
-    step_count: int | None = None
-    """The most steps that a trial trains."""
-    time: timedelta | None = None
-    """The time budget of this run."""
-    slot_count: int = 1
-    """The number of trials that train at a time."""
-    promotions: Promotions | None = None
-    """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -249,11 +230,10 @@ class ProgressTracker:
         self, now: float, trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]
     ) -> timedelta | None:
         """Return the time that the remaining steps take, or until the time budget ends if that is sooner."""
-        outlook, budget = self._outlook, self._budget_left(now)
-        if outlook.trial_count is None or now - self._began < _TOO_EARLY.total_seconds():
+        budget = self._budget_left(now)
+        if now - self._began < _TOO_EARLY.total_seconds():
             return budget
-        work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count, outlook.promotions)
-        if (seconds := seconds_left(work, trials, attempts, now)) is None:
+        if (seconds := seconds_left(self._outlook, trials, attempts, now)) is None:
             return budget
         left = timedelta(seconds=seconds)
         return left if budget is None else min(left, budget)

@@ -47,7 +47,7 @@ from prefect_tune.suspension.training_answers import QUESTION, code_changed, fol
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
-from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 
