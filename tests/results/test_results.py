@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.arrow_tables import as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
+from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.core.experiment.summary import best_of, objective_in
+from prefect_tune.core.experiment.trial_status import Status
 from prefect_tune.core.models import StepReport
 from prefect_tune.results import results as results_module
+from prefect_tune.tasks.publish_results import publish_results
 from tests.fakes.searches.experiments import write_experiment
-from tests.fakes.searches.journal_builder import JournalBuilder
+from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses
 from tests.trainables.scripted import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
@@ -165,8 +171,6 @@ def test_pandas_has_the_same(results: pt.Results) -> None:
 
 
 def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
-    import pyarrow.parquet as pq
-
     for rows in ("trials", "reports"):
         (path,) = target.glob(f"e/results/{rows}/*.parquet")
         table = pq.read_table(path)
@@ -175,8 +179,6 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
 
 
 def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
-    import pyarrow as pa
-
     def read_back(**about: str) -> pa.Table | None:
         return from_parquet(as_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
 
@@ -186,8 +188,6 @@ def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_ag
 
 
 def test_a_damaged_table_is_made_from_the_journal_again() -> None:
-    import pyarrow as pa
-
     whole = as_parquet(pa.table({"step": [1] * 1000}), {"digest": "d"})
     assert from_parquet(whole, "d") is not None
     for damaged in (b"", b"no Parquet file", whole[:-20], bytes(50) + whole[50:]):
@@ -248,3 +248,18 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
     assert repr(results) == "Results(experiment='e', trials: 3 completed, 1 errored)"
+
+
+def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() -> None:
+    rows = trials_as_arrow(all_statuses().state).to_pylist()
+    assert [row["status"] for row in rows] == [row["trial"] for row in rows] == [str(each) for each in Status]
+    assert [row["step"] for row in rows] == [3] * 6 + [0]
+
+
+def test_a_file_says_which_words_it_has_and_reports_have_the_columns_that_they_had(tmp_path: Path) -> None:
+    target = pt.LocalTarget(path=str(tmp_path))
+    paths = publish_results.fn(target, all_statuses().state)
+    versions: Mapping[Literal["trials", "reports"], str] = {"trials": "2", "reports": "1"}
+    for rows, version in versions.items():
+        about = pq.read_schema(tmp_path / paths[rows]).metadata
+        assert about[b"prefect-tune/version"].decode() == COLUMNS_VERSIONS[rows] == version

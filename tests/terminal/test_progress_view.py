@@ -10,7 +10,6 @@ from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import frame, line
 from prefect_tune.terminal.time_left import SearchEstimate
@@ -120,14 +119,6 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
 def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
     assert "; at least 2 h 5 min left; " in line(state(may_take_longer=True))
     assert drawn(state(may_take_longer=True))[0].startswith("first  3 min 20 s, at least 2 h 5 min left")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
-)
-def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
-    assert format_duration(timedelta(seconds=seconds)) == said
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
