@@ -188,7 +188,7 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     searched(tmp_path, "watched", Patient, **options, metric="loss", scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
     assert "· 1 running" in pages[0]
-    assert re.search(r"\| \d\d:\d\d:\d\d UTC; refreshed at most every .* until the run ends \|", pages[0])
+    assert re.search(r"\| \d{4}-\d\d-\d\d [\d:]{8} UTC; refreshed at most every .* until the run ends \|", pages[0])
     assert re.search(rf"\| running \| \d+ \| {re.escape(socket.gethostname())} \|", pages[0])
     assert "· 1 running" not in page("report-watched")
     assert "**as of**" not in page("report-watched")

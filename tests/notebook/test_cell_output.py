@@ -37,6 +37,17 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
     assert [str(each) for each in errors] == ["the kernel's channel is closed"]
 
 
+@pytest.mark.parametrize(
+    ("error", "end"), [(KeyboardInterrupt(), "interrupted "), (ValueError("no\nmore"), "failed ValueError: no")]
+)
+def test_how_it_ended_is_drawn_and_an_interrupt_is_no_failure(error: BaseException, end: str) -> None:
+    cell = Cell()
+    shown = live_output(cell, lambda *ending: (Html(" ".join(ending)), ""), lambda _: None, threading.Event())
+    with pytest.raises(type(error)), shown:
+        raise error
+    assert cell.shown[-1:] == [end]
+
+
 @pytest.fixture
 def console() -> Iterator[io.StringIO]:
     """The output of Prefect's console handler."""

@@ -196,6 +196,16 @@ def test_a_paused_trial_trains_no_more() -> None:
     assert search.left() == timedelta(0)
 
 
+def test_a_paused_member_of_a_population_has_its_steps_left() -> None:
+    search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1, saves_every=2)
+    outlook = SearchEstimate("e", trial_count=2, step_count=10, resumes_paused=True)
+    search.tracker = ProgressTracker(search.experiment, outlook, 0.0, NOON)
+    search.run(until=2)
+    search.happens(Paused(trial="00000", reason="its turn is over"))
+    assert search.tracker.state(2.0).share == 0.1
+    assert search.left() == timedelta(seconds=8 + 10)
+
+
 def test_trials_that_report_no_step_are_counted_by_their_time() -> None:
     search = SimulatedSearch(slots=2, trials=4, steps=10, step_seconds=float("inf"))
     search.now = 10.0

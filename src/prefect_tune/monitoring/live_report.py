@@ -218,10 +218,13 @@ def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
 
 
 def _age_of(experiment: Experiment, now: datetime) -> str:
-    """Return the time of the report in words; empty if no trial runs, since then it does not change."""
+    """Return the time of the report in words; empty if no trial runs, since then it does not change.
+
+    With the date: a run that is killed leaves its report as it is.
+    """
     if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
         return ""
-    return f"{now:%H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
+    return f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

@@ -117,6 +117,9 @@ def live_output(
     runner.start()
     try:
         yield
+    except KeyboardInterrupt:
+        drawing.end(Ending.INTERRUPTED)
+        raise
     except BaseException as error:
         drawing.end(Ending.FAILED, first_line(f"{type(error).__name__}: {error}"))
         raise

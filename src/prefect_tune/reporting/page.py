@@ -27,6 +27,7 @@ from prefect_tune.terminal.formatting import error_of, format_counts
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 """Statuses that the headline leaves to the table below it."""
 _COLUMNS = 5
+_BUILT_IN = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _WIDEST = 24
 _SETTING = 1000
 _TRACEBACK = 4000
@@ -128,7 +129,8 @@ def _best(facts: Facts) -> Iterator[Block]:
         shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
     if best.checkpoint:
-        yield Text(["Its newest checkpoint, and the command that downloads it:"])
+        at = f"Its newest checkpoint, of step {format_count(best.checkpoint_step or 0)}"
+        yield Text([f"{at}, and the command that downloads it:"])
         yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
 
 
@@ -187,7 +189,8 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
         yield metric, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]
     for parameter in _differing(facts, configs):
-        yield parameter, [_clipped(format_cell(config.get(parameter))) for config in configs]
+        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter
+        yield name, [_clipped(format_cell(config.get(parameter))) for config in configs]
     if any(each.attempts > 1 for each in trials):
         yield "attempts", [format_count(each.attempts) for each in trials]
     yield "trained", [_span(each.trained_seconds) for each in trials]

@@ -262,13 +262,13 @@ def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], o
 
 
 def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float:
-    """Return the sum of the shares of training done; a paused trial counts as done, since few are resumed."""
+    """Return the sum of the shares of training done."""
     return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
-    """Return the share of the trial's training that is done, from 0 to 1."""
-    if trial.phase in ENDED or trial.phase is Phase.PAUSED:
+    """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
+    if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
     step = _newest_step(trial, report)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0

@@ -13,6 +13,8 @@ from statistics import fmean
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Scheduler
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.schedulers.rungs import ladder
 from prefect_tune.core.search.objective import Objective
 
@@ -37,6 +39,8 @@ class SearchEstimate:
     """The number of trials that train at a time."""
     promotions: Promotions | None = None
     """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
+    resumes_paused: bool = False
+    """Whether every paused trial trains on, as in a population that takes turns."""
 
 
 @dataclass
@@ -96,8 +100,9 @@ def seconds_left(
 
     A step takes as long as the steps of this run, and before its first one as long as those of earlier runs. Steps
     after a waiting trial's newest checkpoint are trained again. Running trials train `step_count` steps, and new ones
-    as many as the finished ones on average. A paused trial trains no more, unless `promotions` says how many do:
-    then the slots share the expected steps and starts, which take no less time than the steps of the best trial alone.
+    as many as the finished ones on average. A paused trial trains no more, unless all are resumed, or `promotions`
+    says how many: then the slots share the expected steps and starts, which take no less time than the steps of the
+    best trial alone.
 
     Args:
         trials: all trials so far.
@@ -113,7 +118,7 @@ def seconds_left(
         together = (steps * costs.step_seconds + starts * costs.start_seconds) / outlook.slot_count
         return max(together, outlook.promotions.alone(standings) * costs.step_seconds)
     running = [_left_of(attempts[each.trial][-1], costs, now) for each in trials if each.status is Status.RUNNING]
-    waiting = [*_waiting(trials, costs)]
+    waiting = [*_waiting(outlook, trials, costs)]
     new = max(0, outlook.trial_count - len(trials)), costs.of_attempt(0, costs.length)
     return _end_of_last(running, waiting, new, outlook.slot_count)
 
@@ -164,9 +169,9 @@ def _left_of(attempt: AttemptTimes, costs: _Costs, now: float) -> float:
     return max(0.0, (costs.most - attempt.step) * pace - min(pace, now - attempt.last[0]))
 
 
-def _waiting(trials: Sequence[Trial], costs: _Costs) -> Iterator[float]:
+def _waiting(outlook: SearchEstimate, trials: Sequence[Trial], costs: _Costs) -> Iterator[float]:
     for each in trials:
-        if each.phase is Phase.PENDING:
+        if each.phase is Phase.PENDING or (each.phase is Phase.PAUSED and outlook.resumes_paused):
             newest = newest_checkpoint(each)
             yield costs.of_attempt(newest.step if newest else 0, costs.most if each.attempt else costs.length)
 
@@ -241,6 +246,11 @@ class Promotions:
         if open_ones and max(each.step for each in standings) < self.most:
             to_next.append(self.most - max(open_ones))
         return max(to_next, default=0)
+
+
+def resumes_paused(scheduler: Scheduler | None) -> bool:
+    """Return whether a scheduler resumes every trial that it pauses, if only to end it."""
+    return isinstance(scheduler, PBT | MedianStopping)
 
 
 def promotions_of(scheduler: Scheduler | None, step_count: int | None) -> Promotions | None:
