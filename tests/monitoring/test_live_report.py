@@ -117,9 +117,14 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     assert progress.description == "Experiment reported: 4 of 4 trials done"
 
 
-def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
-    searched(tmp_path, "twice")
+@pytest.mark.usefixtures("often")
+def test_after_a_resume_the_report_tells_of_both_runs_and_each_run_has_a_version_of_the_two_keys(
+    tmp_path: Path,
+) -> None:
+    searched(tmp_path, "twice", space={"row": pt.randint(0, 159), "step_seconds": 0.1})
+    assert left_by("twice") == ["progress-twice", "report-twice"]
     pt.resume("twice", target=str(tmp_path / "target"), num_samples=5)
+    assert left_by("twice") == ["progress-twice"] * 2 + ["report-twice"] * 2
     first, second = artifacts("report-twice")
     assert "5 of 5 trials done" in str(second.data)
     assert "## Runs" in str(second.data)
@@ -129,15 +134,6 @@ def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
         only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-twice"]))
         shown = client.read_latest_artifacts(artifact_filter=only)
     assert [each.latest_id for each in shown] == [second.id]
-
-
-@pytest.mark.usefixtures("often")
-def test_each_run_adds_a_version_under_the_same_two_keys_and_nothing_else(tmp_path: Path) -> None:
-    space = {"row": pt.randint(0, 159), "step_seconds": 0.1}
-    searched(tmp_path, "counted", space=space)
-    assert left_by("counted") == ["progress-counted", "report-counted"]
-    pt.resume("counted", target=str(tmp_path / "target"), num_samples=6)
-    assert left_by("counted") == ["progress-counted"] * 2 + ["report-counted"] * 2
 
 
 def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_same_target(tmp_path: Path) -> None:

@@ -329,11 +329,14 @@ def test_a_single_row_says_it_all() -> None:
     assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(search.report_input())
 
 
-def test_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
-    search = JournalBuilder()
+def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
+    search = JournalBuilder(settings={"metric": ["loss", "step"], "mode": "min"}, metrics=["loss"])
     for name in ("0", "1"):
         search.adds(name, {"status": name, "loss": name, "lr": name})
-    assert "| trial | config/status | config/loss | lr |" in markdown(search.report_input())
+        search.starts(name)
+        search.trains(name, 1, {"loss": float(name), "step": int(name) + 7})
+    page = markdown(search.report_input())
+    assert "| trial | loss | metrics/step | config/status | config/loss | lr |" in page
 
 
 def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:

@@ -79,14 +79,6 @@ def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> N
     assert (best.trial, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
 
 
-def test_a_large_metric_is_the_best_where_that_is_asked_for() -> None:
-    search = Search(SearchEstimate("e", Objective(metrics=("loss",), modes=("max",))))
-    search.begins("0", "1")
-    search.reports("0", 1, 0.5)
-    search.reports("1", 1, 0.4)
-    assert search.tracker.state(1.0).best.trial == "0"
-
-
 def test_a_report_that_the_journal_tells_again_counts_once(search: Search) -> None:
     search.begins("0")
     search.reports("0", 1, 0.5)

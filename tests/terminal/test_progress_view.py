@@ -129,5 +129,12 @@ def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     ]
 
 
+def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
+    trials = [Trial(trial=name, config={"loss": name}, metrics={"status": 7, "loss": 0.5}) for name in "ab"]
+    names, rows = cells_of(trials, ["status", "loss"], 200)
+    assert names == ["trial", "status", "step", "metrics/status", "loss", "config/loss"]
+    assert rows[0] == ["a", "pending", "0", "7", "0.5", "a"]
+
+
 def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
     assert "; 2 without loss in the last report; best: " in line(state(lacking_count=2))

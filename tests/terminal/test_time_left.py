@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -177,6 +178,14 @@ def test_without_a_number_of_steps_new_trials_train_as_many_as_the_finished_ones
     assert search.left() is None, "no trial has finished yet"
     search.run(until=40)
     require_true_estimate(search)
+
+
+@pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
+def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> None:
+    search = SimulatedSearch(slots=2, trials=4, steps=steps, step_seconds=2)
+    search.run(until=20)
+    assert search.left() is None
+    assert search.tracker.state(search.now).share == pytest.approx(0.0)
 
 
 def test_reports_that_arrive_together_are_not_taken_for_fast_steps() -> None:

@@ -186,7 +186,8 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     if any(each.host for each in trials):
         yield "host", [_clipped(each.host or "") for each in trials]
     for metric in facts.metric:
-        yield metric, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
+        name = f"metrics/{metric}" if metric in _BUILT_IN else metric
+        yield name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]
     for parameter in _differing(facts, configs):
         name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter

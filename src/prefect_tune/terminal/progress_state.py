@@ -233,10 +233,12 @@ class ProgressTracker:
         budget = self._budget_left(now)
         if now - self._began < _TOO_EARLY.total_seconds():
             return budget
-        if (seconds := seconds_left(self._outlook, trials, attempts, now)) is None:
+        try:
+            seconds = seconds_left(self._outlook, trials, attempts, now)
+            left = budget if seconds is None else timedelta(seconds=seconds)
+        except OverflowError:  # so large a number of steps is no limit: something else ends the search
             return budget
-        left = timedelta(seconds=seconds)
-        return left if budget is None else min(left, budget)
+        return left if left is None or budget is None else min(left, budget)
 
     def _budget_left(self, now: float) -> timedelta | None:
         time = self._outlook.time

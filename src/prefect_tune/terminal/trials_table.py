@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from rich.console import Console
@@ -43,20 +43,26 @@ def cells_of(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
 ) -> tuple[list[str], list[list[str]]]:
     """Return column names and rows that are no wider than `width` if that is possible."""
-    found: dict[str, list[str]] = {
+    kept: dict[str, list[str]] = {
         "trial": [each.trial for each in trials],
         "status": [status_label(each.status, each.step) for each in trials],
         "step": [str(each.step) for each in trials],
     }
     for name in metrics:
-        found[name] = [_on_one_line(metric_in(each.metrics, name)) for each in trials]
-    kept = {**found, **{name if name not in found else f"trial's {name}": cells for name, cells in more.items()}}
+        kept[_free(name, kept, "metrics/")] = [_on_one_line(metric_in(each.metrics, name)) for each in trials]
+    for name, cells in more.items():
+        kept[_free(name, kept, "trial's ")] = cells
     used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
     for name, cells in _configuration(trials).items():
         used += _width(name, cells) + _GAP
         if used <= width:
-            kept[name if name not in kept else f"config/{name}"] = cells
+            kept[_free(name, kept, "config/")] = cells
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
+
+
+def _free(name: str, taken: Collection[str], prefix: str) -> str:
+    """Return `name`, or with a prefix if another column has it."""
+    return f"{prefix}{name}" if name in taken else name
 
 
 def config_cells(trial: Trial) -> Sequence[tuple[str, str]]:
