@@ -49,7 +49,7 @@ def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date()
     assert not fresh.is_stale
 
 
-@pytest.mark.parametrize("at", ["", "yesterday"])
+@pytest.mark.parametrize("at", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
 def test_a_journal_that_says_no_time_has_no_age(at: str) -> None:
     fresh = freshness_of(ExperimentView(running(), at), NOW)
     assert (fresh.words(), fresh.short()) == ("an unknown time", "")

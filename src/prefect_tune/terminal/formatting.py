@@ -87,14 +87,19 @@ def parse_time(at: str) -> datetime | None:
     """Return a time of the target in UTC; None for another text."""
     try:
         found = datetime.fromisoformat(at)
-    except ValueError:
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):  # no time, or one before the first year
         return None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def format_duration(span: timedelta) -> str:
     """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    seconds = max(0, round(span.total_seconds()))
+    return format_seconds(span.total_seconds())
+
+
+def format_seconds(number: float) -> str:
+    """Format a number of seconds as `format_duration` does, also if it is more than a `timedelta` can hold."""
+    seconds = max(0, round(number))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
             rest = seconds % size // smaller
