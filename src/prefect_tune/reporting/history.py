@@ -29,6 +29,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
+from prefect_tune.terminal.formatting import parse_time
 
 _METRICS = 4
 
@@ -322,11 +323,7 @@ class ExperimentHistory:
 
 def moment(at: str) -> datetime:
     """Return the time of an entry; the earliest possible time if it has none."""
-    try:
-        found = datetime.fromisoformat(at)
-    except ValueError:
-        return datetime.fromtimestamp(0, UTC)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return parse_time(at) or datetime.fromtimestamp(0, UTC)
 
 
 def history_of(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> ExperimentHistory:
