@@ -134,6 +134,14 @@ def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search)
     ]
 
 
+def test_each_of_several_equal_failures_is_noted(search: Search) -> None:
+    search.begins("0")
+    killed = AttemptEnded(trial="0", cause=Cause.MACHINE, message="killed")
+    search.happens(killed, Started(trial="0", attempt=2, from_step=0), killed)
+    texts = [each.text for each in search.tracker.state(1.0).notes]
+    assert texts == ["attempt ended: machine: killed", "attempt 2, from step 0", "attempt ended: machine: killed"]
+
+
 def test_an_exploit_is_noted(search: Search) -> None:
     search.begins("0", "1")
     exploit = Exploit(source="1", config={"lr": 0.2}, reason="it is better")

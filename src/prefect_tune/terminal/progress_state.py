@@ -177,7 +177,8 @@ class ProgressTracker:
 
     def _is_known(self, note: Note) -> bool:
         """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
-        return any(each.trial == note.trial and each.text == note.text for each in self._notes)
+        last = next((each.text for each in reversed(self._notes) if each.trial == note.trial), None)
+        return last == note.text
 
     # ----------------------------------------------------------------------------------------------------- reading
 
