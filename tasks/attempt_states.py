@@ -15,7 +15,7 @@ from prefect_tune.core.models import first_line
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor as outcomes
-from prefect_tune.terminal.error_groups import error_of
+from prefect_tune.terminal.formatting import error_of
 
 
 def state_of(outcome: outcomes.Outcome, trial: str) -> State[Any]:

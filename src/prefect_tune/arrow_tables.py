@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.models import StepReport, flat
+from prefect_tune.core.numbers import is_finite
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.storage.result_files import Rows
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _INT64 = 2**63
+_OF_A_REPORT = ("trial", "step", "trained_seconds")
 COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "2", "reports": "1"}
 """Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
 
@@ -53,6 +55,12 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
     return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
 
 
+def metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, str]:
+    """Return the column of each of `metrics` that a table of reports has."""
+    columns = {name: f"metrics/{name}" if name in _OF_A_REPORT else name for name in metrics}
+    return {name: column for name, column in columns.items() if column in reports.column_names}
+
+
 def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
     """Return `table` as a Parquet file; its schema metadata holds `about`, with keys prefixed `prefect-tune/`."""
     import pyarrow as pa
@@ -67,13 +75,16 @@ def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
     """Return the reports in a Parquet file; None if it was made from a journal state with another digest.
 
-    None too if its columns are of another version than this release's. Nothing in such a file is executed. Raises
-    pyarrow's errors if `data` is not a Parquet file.
+    None too if its columns are of another version than this release's, or if it is damaged: the journal has the
+    reports. Nothing in such a file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
+    try:
+        table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
+    except (pa.ArrowException, OSError):  # pyarrow's error of a damaged page is an OSError
+        return None
     about = table.schema.metadata or {}
     is_of_this_release = about.get(b"prefect-tune/version", b"1") == COLUMNS_VERSIONS["reports"].encode()
     return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
@@ -113,11 +124,11 @@ def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[
 
 
 def _inferred(column: list[Any]) -> pa.Array:
-    """Return a column of one type; mixed types, and integers beyond 64 bits, become JSON text."""
+    """Return a column of one type; mixed types, and integers beyond 64 bits or a float's range, become JSON text."""
     import pyarrow as pa
 
     kinds = {type(value) for value in column if value is not None}
-    if kinds == {int, float}:
+    if kinds == {int, float} and all(value is None or is_finite(value) for value in column):
         column = [None if value is None else float(value) for value in column]
     elif len(kinds) > 1 or (kinds == {int} and not all(value is None or _fits(value) for value in column)):
         column = [None if value is None else json.dumps(value) for value in column]

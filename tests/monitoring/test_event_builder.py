@@ -228,6 +228,14 @@ def test_what_goes_on_for_too_long_is_reported() -> None:
     assert story.builder._ended == 0
 
 
+def test_steps_that_the_experiments_own_journal_holds_do_not_lag() -> None:
+    story = Story(EventContext(PLACE, sync_period=timedelta(seconds=60)))
+    story.goes(TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0))
+    story.builder.health.reported("00000", 1, 60.0)
+    story.goes(Reported(trial="00000", report=StepReport(step=1, metrics={})))  # as a single training journals it
+    assert list(story.builder.due_events(5 * 60.0)) == []
+
+
 def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
     earlier = Story()
     earlier.goes(*begun("00000"))
@@ -257,6 +265,12 @@ def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
 def play(emitter: EventEmitter, *events: Event) -> None:
     for event in events:
         emitter.happened(event, after_event(emitter.experiment, event, 1))
+
+
+def test_events_that_the_journal_holds_do_not_lag(emitter: EventEmitter) -> None:
+    play(emitter, *begun("00000"))
+    emitter.wrote(emitter.experiment)
+    assert list(emitter._builder.health.look(time.monotonic() + 10 * 60.0)) == []
 
 
 def test_a_run_that_ends_in_order_has_finished(emitter: EventEmitter, emitted: list[PrefectEvent]) -> None:

@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Owner, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
 from prefect_tune.monitoring.artifact_publisher import (
@@ -39,8 +39,10 @@ from prefect_tune.monitoring.artifact_publisher import (
     artifact_key,
 )
 from prefect_tune.reporting.number_format import format_cell
-from prefect_tune.terminal.progress_state import SearchEstimate
-from tests.fakes.searches.journal_builder import JournalBuilder
+from prefect_tune.reporting.page import page_of
+from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.terminal.time_left import SearchEstimate
+from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.driver import until
 from tests.trainables.digits_table import DigitsTable
@@ -115,9 +117,14 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     assert progress.description == "Experiment reported: 4 of 4 trials done"
 
 
-def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
-    searched(tmp_path, "twice")
+@pytest.mark.usefixtures("often")
+def test_after_a_resume_the_report_tells_of_both_runs_and_each_run_has_a_version_of_the_two_keys(
+    tmp_path: Path,
+) -> None:
+    searched(tmp_path, "twice", space={"row": pt.randint(0, 159), "step_seconds": 0.1})
+    assert left_by("twice") == ["progress-twice", "report-twice"]
     pt.resume("twice", target=str(tmp_path / "target"), num_samples=5)
+    assert left_by("twice") == ["progress-twice"] * 2 + ["report-twice"] * 2
     first, second = artifacts("report-twice")
     assert "5 of 5 trials done" in str(second.data)
     assert "## Runs" in str(second.data)
@@ -127,15 +134,6 @@ def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
         only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-twice"]))
         shown = client.read_latest_artifacts(artifact_filter=only)
     assert [each.latest_id for each in shown] == [second.id]
-
-
-@pytest.mark.usefixtures("often")
-def test_each_run_adds_a_version_under_the_same_two_keys_and_nothing_else(tmp_path: Path) -> None:
-    space = {"row": pt.randint(0, 159), "step_seconds": 0.1}
-    searched(tmp_path, "counted", space=space)
-    assert left_by("counted") == ["progress-counted", "report-counted"]
-    pt.resume("counted", target=str(tmp_path / "target"), num_samples=6)
-    assert left_by("counted") == ["progress-counted"] * 2 + ["report-counted"] * 2
 
 
 def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_same_target(tmp_path: Path) -> None:
@@ -186,7 +184,7 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
     searched(tmp_path, "watched", Patient, **options, metric="loss", scheduler=None, callbacks=[looks])
     pages = [report for report, _ in looks.seen]
     assert "· 1 running" in pages[0]
-    assert re.search(r"\| \d\d:\d\d:\d\d UTC; refreshed at most every .* until the run ends \|", pages[0])
+    assert re.search(r"\| \d{4}-\d\d-\d\d [\d:]{8} UTC; refreshed at most every .* until the run ends \|", pages[0])
     assert re.search(rf"\| running \| \d+ \| {re.escape(socket.gethostname())} \|", pages[0])
     assert "· 1 running" not in page("report-watched")
     assert "**as of**" not in page("report-watched")
@@ -217,6 +215,38 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
+
+
+def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, plan, LOG)
+
+    def begins(name: str) -> None:
+        for event in (TrialAdded(trial=name, config={"x": 1}), Started(trial=name, attempt=1, from_step=0)):
+            search.record(event)
+            seen.happened(event, search.state)
+        seen.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
+
+    def drawn(*given: Any) -> Any:
+        begins("1")
+        return page_of(*given)
+
+    monkeypatch.setattr(live_report, "page_of", drawn)
+    begins("0")
+    seen.close(PATIENCE)
+    assert "could not be" not in caplog.text + page("report-hurried")
+    assert "0 of 3 trials done · 1 running" in page("report-hurried")
+    assert [key[:19] for key in left_by("hurried")] == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
+
+
+def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
+    search = asha(5)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("rates", None, 2), LOG)
+    seen.close(PATIENCE)
+    assert "· 5 of 5 trials done" in page("report-rates")
+    assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"
 
 
 # --------------------------------------------------------------------------------------- the artifact publisher
@@ -308,6 +338,22 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
     shown.stir()
     shown.close(PATIENCE)
     assert page("report-broken") == "drawn"
+
+
+@pytest.mark.usefixtures("often")
+def test_an_artifact_that_cannot_be_created_is_logged_and_the_next_one_is_published(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runs: list[str | None] = ["no id of a run"]
+    shown = ArtifactPublisher(
+        lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], OFTEN, LOG
+    )
+    shown.stir()
+    until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
+    runs.append(None)
+    shown.stir()
+    shown.close(PATIENCE)
+    assert page("report-refused") == "drawn"
 
 
 def test_a_run_that_starts_again_continues_its_artifacts_and_leaves_those_of_other_runs() -> None:

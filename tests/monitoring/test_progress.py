@@ -15,12 +15,14 @@ from threading import Event
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import SearchEstimate
+from tests.fakes.searches.experiments import after
 from tests.trainables.moody import train
 
 LOG = logging.getLogger("a flow run")
@@ -33,8 +35,7 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
 
 def running() -> tuple[Progress, Callable[[int], None]]:
     """The progress of a search of one trial, and a function that reports a step."""
-    state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
-    state = after_event(state, Started(trial="0", attempt=1, from_step=0), 2)
+    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)])
     seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
     return seen, lambda step: seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
 
@@ -76,8 +77,8 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 
 
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
-    state = after_event(state, GaveUp(trial="0", cause=Cause.USER, message="no"), 2)
+    errored = GaveUp(trial="0", cause=Cause.USER, message="no")
+    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), errored])
     with progress(state, SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
         pass
     (last,) = caplog.records
@@ -105,17 +106,23 @@ print("best", results.best.trial, flush=True)
 """
 
 
-def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_server: str, tmp_path: Path) -> None:
+def searching(server: str, folder: Path, code: str = _SEARCH) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that searches in a pseudo terminal, and the terminal's other end."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", _SEARCH, str(tmp_path)],
-        env={**os.environ, "PREFECT_API_URL": prefect_server, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+        [sys.executable, "-c", code, str(folder)],
+        env={**os.environ, "PREFECT_API_URL": server, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
         stdin=subprocess.DEVNULL,
         stdout=slave,
         stderr=subprocess.DEVNULL,
         cwd=Path(__file__).parents[2],
     )
     os.close(slave)
+    return process, master
+
+
+def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_server: str, tmp_path: Path) -> None:
+    process, master = searching(prefect_server, tmp_path)
     shown = _all_of(master)
     assert process.wait(120) == 0
     assert "digits" in shown
@@ -129,17 +136,8 @@ def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_serve
 def test_whatever_becomes_of_the_terminal_the_search_ends_as_it_would(
     prefect_server: str, tmp_path: Path, how: str
 ) -> None:
-    master, slave = pty.openpty()
     code = _SEARCH.replace('print("best"', 'sys.stdout = open(sys.argv[1] + "/best", "w"); print("best"')
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PREFECT_API_URL": prefect_server, "TERM": "xterm"},
-        stdin=subprocess.DEVNULL,
-        stdout=slave,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-    )
-    os.close(slave)
+    process, master = searching(prefect_server, tmp_path, code)
     assert _line_of(master) == "begun"  # read the whole line: a hangup within it would make this print fail
     if how == "hangs up":
         os.close(master)

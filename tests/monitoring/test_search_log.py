@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
@@ -27,7 +27,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.search_link import StepReported
 
@@ -54,13 +54,23 @@ def started(attempt: int = 1, ref: CheckpointRef | None = None) -> Started:
 TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed(trial=T, checkpoint=SAVED))
 
 
+class LoggedSearch:
+    """A search, and the log that follows it."""
+
+    def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
+        self.state = nothing_yet("e")
+        self.log = SearchLog(self.state, objective_of(metric, mode), "s3://bucket/runs", LOG)
+
+    def goes(self, *events: Event) -> None:
+        for event in events:
+            state = after_event(self.state, event, self.state.number + 1)
+            self.state = state.model_copy(update={"number": state.number + 1})
+            self.log.happened(event, self.state)
+
+
 def logged(caplog: pytest.LogCaptureFixture, *events: Event, apart: bool = True) -> Sequence[str]:
     """The lines logged for these events of one trial."""
-    state: Experiment = nothing_yet("e")
-    log = SearchLog(state, Objective(metrics=("loss",), modes=("min",)), "s3://bucket/runs", LOG)
-    for event in (TrialAdded(trial=T, config=CONFIG, apart=apart), *events):
-        state = after_event(state, event, state.number + 1).model_copy(update={"number": state.number + 1})
-        log.happened(event, state)
+    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, apart=apart), *events)
     return caplog.messages
 
 
@@ -102,21 +112,16 @@ def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
-    state, log = nothing_yet("e"), None
+    search = LoggedSearch()
     for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
-        report = StepReport(step=2, metrics={"loss": loss})
-        saved = CheckpointRef(step=2, sequence=4)
         reason = f"loss = {loss} at step 2: number {rank} of 3, of which 1 is promoted"
-        for event in (
+        search.goes(
             TrialAdded(trial=trial, config={}, apart=True),
             Started(trial=trial, attempt=1, from_step=0),
-            Reported(trial=trial, report=report),
-            Committed(trial=trial, checkpoint=saved),
+            Reported(trial=trial, report=StepReport(step=2, metrics={"loss": loss})),
+            Committed(trial=trial, checkpoint=CheckpointRef(step=2, sequence=4)),
             Paused(trial=trial, reason=reason),
-        ):
-            log = log or SearchLog(state, Objective(metrics=("loss",), modes=("min",)), "s3://bucket/runs", LOG)
-            state = after_event(state, event, state.number + 1).model_copy(update={"number": state.number + 1})
-            log.happened(event, state)
+        )
     assert [each for each in caplog.messages if "paused" in each] == [
         "trial 00001 paused at step 2, loss 0.5 (the best so far): number 1 of 3, of which 1 is promoted",
         "trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): number 2 of 3, of which 1 is promoted",
@@ -125,24 +130,16 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
 
 
 def test_a_trial_that_is_worse_than_an_earlier_report_is_not_called_the_best(caplog: pytest.LogCaptureFixture) -> None:
-    state = nothing_yet("e")
-    log = SearchLog(state, Objective(metrics=("accuracy",), modes=("max",)), "s3://bucket/runs", LOG)
-    events: list[Event] = []
+    search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
-        events += [TrialAdded(trial=trial, config={}, apart=True), Started(trial=trial, attempt=1, from_step=0)]
+        search.goes(TrialAdded(trial=trial, config={}, apart=True), Started(trial=trial, attempt=1, from_step=0))
     for step, accuracy in ((1, 0.95), (2, 0.9)):
-        events.append(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
-    events.append(Finished(trial="00001", reason="asked", left=True))
-    for number, event in enumerate(events, 1):
-        state = after_event(state, event, number)
-        log.happened(event, state)
-    log.reported(StepReported("00002", StepReport(step=1, metrics={"accuracy": 0.97}), asks=False), state)
-    for event in (
-        Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.96})),
-        Finished(trial="00002", reason="enough"),
-    ):
-        state = after_event(state, event, state.number + 1)
-        log.happened(event, state)
+        search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+    search.goes(Finished(trial="00001", reason="asked", left=True))
+    early = StepReport(step=1, metrics={"accuracy": 0.97})
+    search.log.reported(StepReported("00002", early, asks=False), search.state)
+    search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.96})))
+    search.goes(Finished(trial="00002", reason="enough"))
     first, second = (each for each in caplog.messages if " at step 2" in each)
     assert "accuracy 0.9 (its best: 0.95): " in first
     assert "accuracy 0.96 (its best: 0.97): " in second
@@ -158,17 +155,12 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
-    state: Experiment = nothing_yet("e")
-    log = SearchLog(state, None, "s3://bucket/runs", LOG)
+    search = LoggedSearch(metric=None)
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
-    began: Sequence[Event] = (TrialAdded(trial=T, config={}, apart=True), *TRAINED)
-    for number, event in enumerate(began, 1):
-        state = after_event(state, event, number)
-    log.lost(state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
-    later: Sequence[Event] = (vanished, started(2, SAVED), vanished)
-    for number, event in enumerate(later, 5):
-        state = after_event(state, event, number)
-        log.happened(event, state)
+    search.goes(TrialAdded(trial=T, config={}, apart=True), *TRAINED)
+    caplog.clear()
+    search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
+    search.goes(vanished, started(2, SAVED), vanished)
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
         "trial 00003 resumes from step 2 (attempt 2)",
@@ -177,8 +169,9 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
 
 
 def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    state = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
-    SearchLog(state, None, "s3://bucket/runs", LOG).lost(state.trial(T), "KilledWorker: tcp://10.0.0.7")
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial=T, config={}, apart=True))
+    search.log.lost(search.state.trial(T), "KilledWorker: tcp://10.0.0.7")
     assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
 
 
@@ -200,12 +193,9 @@ def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFi
 
 def test_an_end_that_two_journals_hold_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     end = Finished(trial=T, reason="stopped by me", left=True)
-    state = nothing_yet("e")
-    log = SearchLog(state, None, "s3://bucket/runs", LOG)
-    for number, event in enumerate((TrialAdded(trial=T, config={}), *TRAINED, end), 1):
-        state = after_event(state, event, number)
-        log.happened(event, state)
-    log.happened(Absorbed(trial=T, number=9, events=(end,)), state)
+    search = LoggedSearch(metric=None)
+    search.goes(TrialAdded(trial=T, config={}), *TRAINED, end)
+    search.log.happened(Absorbed(trial=T, number=9, events=(end,)), search.state)
     assert [each for each in caplog.messages if "stopped" in each] == caplog.messages[1:]
     assert len(caplog.messages) == 2
 

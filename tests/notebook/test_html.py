@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,46 +14,18 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.notebook.cell_output import Ending
-from prefect_tune.notebook.kernel import can_show_output
+from prefect_tune.notebook.cell_output import Ending, can_show_output
 from prefect_tune.notebook.progress_html import progress_html
 from prefect_tune.notebook.results_html import results_html
-from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
+from prefect_tune.terminal.progress_state import Note, ProgressState
+from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
+from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'"
-
-
-class Tags(HTMLParser):
-    """The tags and attributes of an HTML text; asserts that each tag is closed."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(html)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag != "br":
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 
 import pytest
 from markdown_it import MarkdownIt
@@ -30,6 +29,7 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput
+from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 _BIG = 300_000
@@ -77,6 +77,7 @@ def test_a_search_has_everything_in_its_order() -> None:
     assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.trial}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
     assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
+    assert f"Its newest checkpoint, of step {best.checkpoints[-1].step}, and the command" in page
 
 
 def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
@@ -214,19 +215,9 @@ def test_what_a_user_named_is_text_in_markdown() -> None:
     assert {row.count("<t") for row in rows} == {rows[0].count("<t")}
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
 def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
-    tags = _Tags()
-    tags.feed(as_html(page_of(hostile(), linked)))
-    assert "script" not in {tag for tag, _ in tags.found}
+    tags = Tags(as_html(page_of(hostile(), linked)))
+    assert "script" not in tags.names
     assert all(str(known["src"]).startswith("data:image/svg+xml;base64,") for tag, known in tags.found if tag == "img")
     assert all(str(known["href"]).startswith("http://ui/") for tag, known in tags.found if "href" in known)
     assert not [known for _, known in tags.found if any(name.startswith("on") for name in known)]
@@ -336,6 +327,16 @@ def test_a_single_row_says_it_all() -> None:
     search = JournalBuilder()
     search.adds("0", {"x": 1})
     assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(search.report_input())
+
+
+def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
+    search = JournalBuilder(settings={"metric": ["loss", "step"], "mode": "min"}, metrics=["loss"])
+    for name in ("0", "1"):
+        search.adds(name, {"status": name, "loss": name, "lr": name})
+        search.starts(name)
+        search.trains(name, 1, {"loss": float(name), "step": int(name) + 7})
+    page = markdown(search.report_input())
+    assert "| trial | loss | metrics/step | config/status | config/loss | lr |" in page
 
 
 def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:

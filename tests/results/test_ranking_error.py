@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.results.results import why_none
-from tests.fakes.searches.experiments import write_search
+from tests.fakes.searches.experiments import after, write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 
@@ -24,10 +24,8 @@ def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
     reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
     events += [Reported(trial="00000", report=each) for each in reported]
-    state = nothing_yet("e")
-    for number, event in enumerate(events + [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error), 1):
-        state = after_event(state, event, number)
-    return state.trial("00000")
+    events += [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error)
+    return after(nothing_yet("e"), events).trial("00000")
 
 
 def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.arrow_tables import as_parquet, from_parquet
+from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.core.experiment.summary import best_of, objective_in
+from prefect_tune.core.experiment.trial_status import Status
+from prefect_tune.core.models import StepReport
+from prefect_tune.results import results as results_module
+from prefect_tune.tasks.publish_results import publish_results
 from tests.fakes.searches.experiments import write_experiment
-from tests.fakes.searches.journal_builder import JournalBuilder
+from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses
 from tests.trainables.scripted import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
@@ -62,6 +70,16 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
         results.best_trial("accuracy")
     with pytest.raises(pt.InvalidInput, match="scope 'first'"):
         results.best_trial(scope="first")
+    with pytest.raises(pt.InvalidInput, match="rows 'trial': expected 'trials' or 'reports'"):
+        results.to_arrow("trial")
+
+
+def test_a_mode_without_a_metric_is_that_of_the_search_or_refused(results: pt.Results, target: Path) -> None:
+    with pytest.raises(pt.InvalidInput, match="mode 'max' without a metric: the search has min loss"):
+        results.best_trial(mode="max")
+    with pytest.raises(pt.InvalidInput, match="mode 'max' without a metric: the search has min loss"):
+        pt.load_results(target, "e", mode="max")
+    assert pt.load_results(target, "e", metric="loss", mode="max").best_trial(mode="max").trial == A
 
 
 @pytest.mark.parametrize("scope", ["last", "best", "last-2-avg"])
@@ -153,8 +171,6 @@ def test_pandas_has_the_same(results: pt.Results) -> None:
 
 
 def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
-    import pyarrow.parquet as pq
-
     for rows in ("trials", "reports"):
         (path,) = target.glob(f"e/results/{rows}/*.parquet")
         table = pq.read_table(path)
@@ -163,14 +179,61 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
 
 
 def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
-    import pyarrow as pa
-
     def read_back(**about: str) -> pa.Table | None:
         return from_parquet(as_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
 
     assert read_back() == read_back(version="1") == pa.table({"step": [1]})
     assert read_back(version="2") is None
     assert read_back(digest="of another history") is None
+
+
+def test_a_damaged_table_is_made_from_the_journal_again() -> None:
+    whole = as_parquet(pa.table({"step": [1] * 1000}), {"digest": "d"})
+    assert from_parquet(whole, "d") is not None
+    for damaged in (b"", b"no Parquet file", whole[:-20], bytes(50) + whole[50:]):
+        assert from_parquet(damaged, "d") is None
+
+
+def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:
+    search = JournalBuilder()
+    for name, rate in (("a", 10**400), ("b", 0.5), ("c", 2)):
+        search.adds(name, {"rate": rate})
+    column = trials_as_arrow(search.state).column("config/rate").to_pylist()
+    assert column == [f"1{'0' * 400}", "0.5", "2"]
+
+
+def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_reported(tmp_path: Path) -> None:
+    search = JournalBuilder(metrics=("step",), settings={"metric": "step", "mode": "max"})
+    curves = [
+        (name, [StepReport(step=step, metrics={"step": value}) for step, value in enumerate(values, 1)])
+        for name, values in (("a", [9.0, 1.0]), ("b", [2.0, 3.0, 4.0]))
+    ]
+    for name, reports in curves:
+        search.adds(name, {})
+        search.starts(name)
+        for report in reports:
+            search.trains(name, report.step, report.metrics)
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
+    vars(results)["_reports"] = reports_as_arrow(curves)
+    assert (results.best.trial, results.best_trial(scope="best").trial) == ("b", "a")
+    assert results._points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
+
+
+def test_the_best_checkpoint_of_a_running_trial_is_one_that_it_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = JournalBuilder()
+    search.adds("a", {})
+    search.starts("a")
+    for step, loss in ((1, 0.1), (2, 0.5)):
+        search.trains("a", step, {"loss": loss})
+        search.saves("a")
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
+    kept = search.state.trial("a").checkpoints[1:]
+    monkeypatch.setattr(
+        results_module, "trial_today", lambda *given, **_: given[2].model_copy(update={"checkpoints": kept})
+    )
+    assert f"{2:010}-" in results.best_checkpoint("a").path
 
 
 def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:
@@ -185,3 +248,18 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
     assert repr(results) == "Results(experiment='e', trials: 3 completed, 1 errored)"
+
+
+def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() -> None:
+    rows = trials_as_arrow(all_statuses().state).to_pylist()
+    assert [row["status"] for row in rows] == [row["trial"] for row in rows] == [str(each) for each in Status]
+    assert [row["step"] for row in rows] == [3] * 6 + [0]
+
+
+def test_a_file_says_which_words_it_has_and_reports_have_the_columns_that_they_had(tmp_path: Path) -> None:
+    target = pt.LocalTarget(path=str(tmp_path))
+    paths = publish_results.fn(target, all_statuses().state)
+    versions: Mapping[Literal["trials", "reports"], str] = {"trials": "2", "reports": "1"}
+    for rows, version in versions.items():
+        about = pq.read_schema(tmp_path / paths[rows]).metadata
+        assert about[b"prefect-tune/version"].decode() == COLUMNS_VERSIONS[rows] == version

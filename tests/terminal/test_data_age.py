@@ -6,18 +6,18 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Started, TrialAdded
 from prefect_tune.core.messages.live_status import ExperimentView, LiveStatus
 from prefect_tune.terminal.data_age import format_moment, freshness_of
+from tests.fakes.searches.experiments import after
 
 NOW = datetime(2026, 11, 23, 1, 33, 18, tzinfo=UTC)
 AT = "2026-11-23T01:32:20.123+00:00"
 
 
 def running() -> Experiment:
-    state = after_event(nothing_yet("e"), TrialAdded(trial="a", config={}), 1)
-    return after_event(state, Started(trial="a", attempt=1, from_step=0), 2)
+    return after(nothing_yet("e"), [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)])
 
 
 def live(period_seconds: float) -> LiveStatus:
@@ -49,7 +49,7 @@ def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date()
     assert not fresh.is_stale
 
 
-@pytest.mark.parametrize("at", ["", "yesterday"])
+@pytest.mark.parametrize("at", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
 def test_a_journal_that_says_no_time_has_no_age(at: str) -> None:
     fresh = freshness_of(ExperimentView(running(), at), NOW)
     assert (fresh.words(), fresh.short()) == ("an unknown time", "")

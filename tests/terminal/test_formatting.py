@@ -1,14 +1,26 @@
-"""Printed text that comes from a target."""
+"""Text that comes from a target, ranges of steps, and errors in one line."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.terminal.formatting import borderless_table, facts_table, plain_cells, print_parts, visible
+from prefect_tune.terminal.formatting import (
+    borderless_table,
+    error_of,
+    facts_table,
+    format_duration,
+    format_steps,
+    plain_cells,
+    print_parts,
+    visible,
+)
 from prefect_tune.terminal.trials_table import trials_table
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
+FRAME = 'File "/home/me/train.py", line 9, in train'
 
 
 def test_control_characters_are_spelled_out_and_lines_stay_lines() -> None:
@@ -30,3 +42,46 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
     said = capsys.readouterr().out
     assert r"\x1b]0;title\x07" in said
     assert not any(each in said for each in "\x1b\x07\x9b\r")
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ([], ""),
+        ([7], "7"),
+        ([1, 2, 3], "1, 2, 3"),
+        (range(60), "0-59 (60)"),
+        (range(10, 70, 10), "10, 20 … 60 (6)"),
+        ([1, 2, 5, 6, 7, 8, 9], "1, 2, 5-9 (7)"),
+        ([*range(1, 1001), 2000, 2010, 2020, 2030], "1-1000, 2000, 2010 … 2030 (1,004)"),
+        ([4, 4, 4, 4, 5], "4, 4, 4, 4, 5"),
+        ([1, 3, 4, 8, 9], "1, 3, 4, 8, 9"),
+    ],
+)
+def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], shown: str) -> None:
+    assert format_steps(list(steps)) == shown
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        (
+            f"KeyError: 'lr'\nTraceback (most recent call last):\n  {FRAME}\n    config['lr']",
+            "KeyError: 'lr' (train.py:9)",
+        ),
+        ("failure 3 of the trainable (max_failures=2): ValueError: no", "ValueError: no"),
+        ("its process was killed", "its process was killed"),
+        ("the last output:" + "\n" * 300_000, "the last output:"),  # in linear time
+    ],
+    ids=["with its line", "after retries", "without a traceback", "blank lines"],
+)
+def test_an_error_in_one_line(reason: str, line: str) -> None:
+    assert error_of(reason) == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
+)
+def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
+    assert format_duration(timedelta(seconds=seconds)) == said

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from prefect_tune.terminal import output_capture
 from prefect_tune.terminal.live_display import LiveDisplay, can_show, live_display
 from prefect_tune.terminal.output_capture import OutputCapture
 
@@ -231,7 +232,20 @@ def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(term
 def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:
     capture = OutputCapture(terminal.stream)
     assert (capture.isatty(), capture.fileno(), capture.encoding) == (True, terminal.stream.fileno(), "utf-8")
+    assert capture.buffer is terminal.stream.buffer
     print("one\ntwo", end="", file=capture, flush=True)
-    assert (capture.take_lines(), capture.take_lines()) == (["one"], ())
+    assert (capture.take_lines(), capture.take_lines()) == (["one"], [])
     print(" is whole now", file=capture)
     assert capture.take_lines() == ["two is whole now"]
+
+
+def test_lines_that_are_dropped_are_said_to_be_missing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_capture, "_MOST_CHUNKS", 4)
+    capture = OutputCapture(terminal.stream)
+    for number in range(9):
+        capture.write(f"{number}\n")
+    missing, *lines = capture.take_lines()
+    assert "lines are missing here" in missing
+    assert lines == ["5", "6", "7", "8"]
+    capture.write("9\n")
+    assert capture.take_lines() == ["9"]

@@ -16,14 +16,17 @@ from prefect_tune.core.journal_events.experiment_events import (
     Event,
     Finished,
     GaveUp,
+    Paused,
     Reported,
     Started,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import SearchEstimate
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -74,14 +77,6 @@ def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> N
     search.reports("0", 2, 0.3)
     best = search.tracker.state(1.0).best
     assert (best.trial, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
-
-
-def test_a_large_metric_is_the_best_where_that_is_asked_for() -> None:
-    search = Search(SearchEstimate("e", Objective(metrics=("loss",), modes=("max",))))
-    search.begins("0", "1")
-    search.reports("0", 1, 0.5)
-    search.reports("1", 1, 0.4)
-    assert search.tracker.state(1.0).best.trial == "0"
 
 
 def test_a_report_that_the_journal_tells_again_counts_once(search: Search) -> None:
@@ -139,6 +134,14 @@ def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search)
     ]
 
 
+def test_each_of_several_equal_failures_is_noted(search: Search) -> None:
+    search.begins("0")
+    killed = AttemptEnded(trial="0", cause=Cause.MACHINE, message="killed")
+    search.happens(killed, Started(trial="0", attempt=2, from_step=0), killed)
+    texts = [each.text for each in search.tracker.state(1.0).notes]
+    assert texts == ["attempt ended: machine: killed", "attempt 2, from step 0", "attempt ended: machine: killed"]
+
+
 def test_an_exploit_is_noted(search: Search) -> None:
     search.begins("0", "1")
     exploit = Exploit(source="1", config={"lr": 0.2}, reason="it is better")
@@ -154,6 +157,27 @@ def test_nothing_takes_longer_than_the_time_budget() -> None:
     search.happens(Finished(trial="0", reason="enough"))
     assert search.tracker.state(10.0).left == timedelta(seconds=20)
     assert search.tracker.state(40.0).left == timedelta(0)
+
+
+def test_a_search_that_ends_early_has_no_time_left_that_is_known(search: Search) -> None:
+    search.begins("0")
+    for search.now in (1.0, 2.0):
+        search.reports("0", int(search.now), 0.5)
+    assert search.tracker.state(3.0).left is not None
+    search.happens(StopAsked(reason="enough"))
+    assert (search.tracker.state(3.0).left, search.tracker.state(3.0).ended_because) == (None, "enough")
+
+
+def test_with_paused_trials_the_time_budget_is_no_least() -> None:
+    search = Search(SearchEstimate("e", LOSS, trial_count=2, step_count=100, time=timedelta(seconds=60)))
+    search.begins("0", "1")
+    search.happens(Paused(trial="1", reason="rung"))
+    for search.now in (1.0, 2.0):
+        search.reports("0", int(search.now), 0.5)
+    shown = search.tracker.state(10.0)
+    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=50), False)
+    search.reports("0", 98, 0.5)
+    assert search.tracker.state(10.0).may_take_longer
 
 
 def test_the_newest_report_of_an_attempt_elsewhere_is_shown_and_those_before_it_count_when_they_arrive(

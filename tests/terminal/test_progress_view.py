@@ -10,9 +10,9 @@ from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.formatting import format_duration
-from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
+from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import frame, line
+from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.terminal.trials_table import cells_of
 from tests.fakes.searches.journal_builder import all_statuses
 
@@ -25,16 +25,16 @@ def trial(number: int, phase: Phase) -> Trial:
     return Trial(trial=f"{number:05d}", config=config, status=phase, step=number, metrics={"loss": number / 7})
 
 
-def state(running: int = 2, others: int = 3, **changes: object) -> ProgressState:
+def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressState:
     known = {
         "outlook": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
-        "counts": {Status.RUNNING: running, Status.COMPLETED: others},
+        "counts": {Status.RUNNING: running, Status.COMPLETED: finished},
         "reports_per_second": 12.345,
         "left": timedelta(hours=2, minutes=5),
         "rungs": {1: 5, 3: 2},
         "running": [trial(number, Phase.RUNNING) for number in range(10, 10 + running)],
-        "others": [trial(number, Phase.FINISHED) for number in range(1, 1 + others)],
+        "others": [trial(number, Phase.FINISHED) for number in range(1, 1 + finished)],
         "best": trial(1, Phase.FINISHED),
         "notes": [Note(NOON, "00003", f"completed: step {number} of 27") for number in range(9)],
     }
@@ -73,7 +73,7 @@ def test_it_fits_every_terminal(width: int, height: int, running: int, others: i
 
 
 def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
-    lines = drawn(state(running=100, others=100), height=60)
+    lines = drawn(state(running=100, finished=100), height=60)
     assert sum(" running " in text for text in lines[6:]) == 11
     assert sum(" completed " in text for text in lines[6:]) == 5
 
@@ -100,17 +100,25 @@ def test_what_is_over_takes_no_more_time() -> None:
     assert "left" not in line(state(running=0))
 
 
+def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
+    ending = state(left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
+    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best: " in line(ending)
+    assert drawn(ending)[0] == "first  3 min 20 s, ending: the time budget of 1:00:00 is spent  12.3 reports/s"
+
+
+def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_lines() -> None:
+    evil = "x\ny \x1b[31m\x1b]0;title\x07"
+    shown = trial(1, Phase.ERRORED).model_copy(update={"config": {"name": evil, evil: 1}, "metrics": {"loss": evil}})
+    lines = drawn(state(0, 0, others=[shown], best=shown, notes=[Note(NOON, "00001", evil)]), 200)
+    assert "\x1b" not in "".join(lines)
+    assert "\\x1b[31m" in lines[-1]
+    assert [text.split()[0] for text in lines if text.startswith("00001")] == ["00001"]
+    assert lines[3].startswith("best    00001, errored: loss x")
+
+
 def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
     assert "; at least 2 h 5 min left; " in line(state(may_take_longer=True))
     assert drawn(state(may_take_longer=True))[0].startswith("first  3 min 20 s, at least 2 h 5 min left")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
-)
-def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
-    assert format_duration(timedelta(seconds=seconds)) == said
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
@@ -119,6 +127,13 @@ def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]
+
+
+def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
+    trials = [Trial(trial=name, config={"loss": name}, metrics={"status": 7, "loss": 0.5}) for name in "ab"]
+    names, rows = cells_of(trials, ["status", "loss"], 200)
+    assert names == ["trial", "status", "step", "metrics/status", "loss", "config/loss"]
+    assert rows[0] == ["a", "pending", "0", "7", "0.5", "a"]
 
 
 def test_completed_trials_that_cannot_be_compared_are_counted() -> None:

@@ -12,8 +12,9 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Pause, TrialReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding, promotions_of
+from prefect_tune.terminal.time_left import Promotions, TrialStanding, promotions_of, resumes_paused
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NINE = Promotions(rungs=(1, 3, 9), reduction_factor=3, most=27)
@@ -104,6 +105,11 @@ def _simulated(asha: ASHA, promotions: Promotions, losses: list[float]) -> tuple
             schedule.exhausted()
         standings = [TrialStanding(step, trial in ended) for trial, step in steps.items()]
         estimates.append((sum(steps.values()), promotions.left(len(losses), standings)[0]))
+
+
+def test_a_population_resumes_all_whom_it_pauses_and_rungs_do_not() -> None:
+    assert resumes_paused(PBT(4, {"lr": [0.1, 0.2]}))
+    assert not any(map(resumes_paused, (ASHA(max_t=27, variant="promotion"), Hyperband(max_t=27), None)))
 
 
 def test_only_a_single_ladder_of_asha_says_how_many_are_promoted() -> None:

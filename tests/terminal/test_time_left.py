@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -22,8 +23,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
-from prefect_tune.terminal.promotion_estimate import Promotions
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import Promotions, SearchEstimate
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -179,6 +180,14 @@ def test_without_a_number_of_steps_new_trials_train_as_many_as_the_finished_ones
     require_true_estimate(search)
 
 
+@pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
+def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> None:
+    search = SimulatedSearch(slots=2, trials=4, steps=steps, step_seconds=2)
+    search.run(until=20)
+    assert search.left() is None
+    assert search.tracker.state(search.now).share == pytest.approx(0.0)
+
+
 def test_reports_that_arrive_together_are_not_taken_for_fast_steps() -> None:
     search = SimulatedSearch(slots=1, trials=1, steps=100, step_seconds=float("inf"))
     for now, steps in ((20.0, range(1, 21)), (40.0, range(21, 41))):
@@ -194,6 +203,16 @@ def test_a_paused_trial_trains_no_more() -> None:
     for trial in ("00000", "00001"):
         search.happens(Paused(trial=trial, reason="not among the best"))
     assert search.left() == timedelta(0)
+
+
+def test_a_paused_member_of_a_population_has_its_steps_left() -> None:
+    search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1, saves_every=2)
+    outlook = SearchEstimate("e", trial_count=2, step_count=10, resumes_paused=True)
+    search.tracker = ProgressTracker(search.experiment, outlook, 0.0, NOON)
+    search.run(until=2)
+    search.happens(Paused(trial="00000", reason="its turn is over"))
+    assert search.tracker.state(2.0).share == 0.1
+    assert search.left() == timedelta(seconds=8 + 10)
 
 
 def test_trials_that_report_no_step_are_counted_by_their_time() -> None:

@@ -140,10 +140,9 @@ class ArtifactPublisher:
             return True
         except (PrefectException, HTTPError, OSError):
             self._news.set()  # the API is away: the next round tries again
-        except RuntimeError:
-            if not self._closing.is_set():
-                raise
-            # The flow stopped waiting for this thread, ended, and closed its client.
+        except Exception:  # noqa: BLE001  as above
+            if not self._closing.is_set():  # else the flow has ended without this thread, and closed its client
+                self._log.exception("the report could not be published; the next update tries again")
         return False
 
     def _take_over(self, client: SyncPrefectClient) -> None:

@@ -12,7 +12,14 @@ from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBu
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import Absorbed, Event, Reported, StopAsked, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    Event,
+    Reported,
+    StopAsked,
+    TrialAdded,
+    events_in,
+)
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
 from prefect_tune.core.notifications.prefect_events import (
@@ -101,7 +108,7 @@ class EventBuilder:
             else:
                 self._dropped_count += 1
             self._compare(lifecycle, trial, after)
-        if isinstance(event, Absorbed) and any(isinstance(each, Reported) for each in event.events):
+        if any(isinstance(each, Reported) for each in events_in(event)):
             self.health.journaled(name, trial.step)
         yield from self._best_events(now)
 

@@ -114,6 +114,8 @@ class EventEmitter(SearchObserver):
     def latest(self, newest: LatestReport) -> None:
         self._builder.health.reported(newest.trial, newest.report.step, time.monotonic())
 
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
         self._builder.health.wrote()
 
     def end(self, ending: LifecycleEvent | None, reason: str) -> None:

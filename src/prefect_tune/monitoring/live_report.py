@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -29,13 +29,14 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_input import report_input_of
+from prefect_tune.reporting.report_input import drawn_trials, report_input_of
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal.formatting import format_duration
-from prefect_tune.terminal.progress_state import SearchEstimate, share_of_search, share_of_trial
+from prefect_tune.terminal.progress_state import share_of_search, share_of_trial
+from prefect_tune.terminal.time_left import SearchEstimate
 
 REFRESH_PERIOD = timedelta(seconds=15)
 """The shortest pause between two updates of a report that changes."""
@@ -113,19 +114,16 @@ class Reporter(SearchObserver):
             self._catch_up()
         with self._guard:
             experiment = self._experiment
+        drawn = drawn_trials(experiment)
+        with self._guard:  # both of one moment: a history that is ahead has trials that the experiment lacks
+            experiment, history = self._experiment, self._history.view(drawn)
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        found = report_input_of(
-            experiment, self._view, uri=uri, now=now, expected=expected, age=_age_of(experiment, now)
-        )
+        found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
         page = page_of(found, link_to)
         said = f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(_report_key(experiment), "markdown", as_markdown(page), said)
-        return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
-
-    def _view(self, trials: Collection[str]) -> HistoryView:
-        with self._guard:
-            return self._history.view(trials)
+        report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), said)
+        return [report, *self._progress(experiment, history), *self._progress_of_trials(experiment, history)]
 
     def _catch_up(self) -> None:
         """Read the entries of earlier runs, then add the events since this run began."""
@@ -155,25 +153,24 @@ class Reporter(SearchObserver):
 
     # ------------------------------------------------------------------------------------------------- progress
 
-    def _progress(self, experiment: Experiment) -> Iterator[ArtifactContent]:
+    def _progress(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
-        expected = self._outlook.trial_count
-        if expected is None or not experiment.trials:
+        if self._outlook.trial_count is None or not experiment.trials:
             return
-        newest = self._view(()).newest
+        newest = history.newest
+        expected = max(self._outlook.trial_count, len(experiment.trials))  # an earlier run may have asked for more
         share = share_of_search(experiment.trials.values(), newest, self._outlook) or 0.0
         over = sum(each.phase in ENDED for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
         if expected == 1:
             trial = next(iter(experiment.trials.values()))
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
-        yield ArtifactContent(_progress_key(experiment), "progress", round(100 * share, 1), said)
+        yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(100 * share, 1), said)
 
-    def _progress_of_trials(self, experiment: Experiment) -> Iterator[ArtifactContent]:
+    def _progress_of_trials(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
-        history = self._view(())
         running = [name for name in history.newest if experiment.trial(name).phase is Phase.RUNNING]
         runs = {each.trial: each.owner for each in history.attempts}
         still = [name for name in self._followed if name in running]
@@ -204,14 +201,6 @@ def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
         reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
 
-def _report_key(experiment: Experiment) -> str:
-    return artifact_key("report", experiment.name)
-
-
-def _progress_key(experiment: Experiment) -> str:
-    return artifact_key("progress", experiment.name)
-
-
 def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return a key that an experiment of the same name on another target does not have: its next run deletes it."""
     names = (experiment.name, trial)
@@ -222,17 +211,20 @@ def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
     """Return what earlier runs may have left; None if this is the first one."""
     if experiment.epoch <= 1:
         return None
-    kept = frozenset((_report_key(experiment), _progress_key(experiment)))
+    kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
     of_trials = frozenset(_trial_progress_key(experiment, each, uri) for each in experiment.trials)
     prefix = plain_key("progress", experiment.name)
     return EarlierArtifacts(kept, of_trials - kept, f"{prefix}-")
 
 
 def _age_of(experiment: Experiment, now: datetime) -> str:
-    """Return the time of the report in words; empty if no trial runs, since then it does not change."""
+    """Return the time of the report in words; empty if no trial runs, since then it does not change.
+
+    With the date: a run that is killed leaves its report as it is.
+    """
     if not any(each.phase is Phase.RUNNING for each in experiment.trials.values()):
         return ""
-    return f"{now:%H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
+    return f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {format_duration(REFRESH_PERIOD)} until the run ends"
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

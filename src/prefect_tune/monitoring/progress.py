@@ -23,7 +23,8 @@ from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, live_display
-from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.time_left import SearchEstimate
 
 _LOG_PERIOD = timedelta(minutes=1)
 

@@ -25,7 +25,7 @@ from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tasks.publish_results import publish_results
-from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.terminal.time_left import SearchEstimate
 
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)

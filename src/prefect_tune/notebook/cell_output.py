@@ -1,20 +1,24 @@
-"""The output of a running cell: one HTML display, which a search updates in place."""
+"""The output of a running cell: one HTML display, which a search updates in place, and no log lines of Prefect."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from datetime import timedelta
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
+
+from rich.console import Console
 
 from prefect_tune.core.html_tables import Html, cell_html, paragraph, soft
 from prefect_tune.core.models import first_line
-from prefect_tune.notebook.kernel import can_show_output
-from prefect_tune.notebook.quiet_console import quiet_console
+from prefect_tune.terminal.output_capture import console_handlers
 
 _PERIOD = timedelta(seconds=1)
 _SHARE = 0.05
@@ -113,6 +117,9 @@ def live_output(
     runner.start()
     try:
         yield
+    except KeyboardInterrupt:
+        drawing.end(Ending.INTERRUPTED)
+        raise
     except BaseException as error:
         drawing.end(Ending.FAILED, first_line(f"{type(error).__name__}: {error}"))
         raise
@@ -158,3 +165,63 @@ class _Drawing:
         began = time.thread_time()
         self._output.show(*self._draw(*self._ending))
         return max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
+
+
+# ---------------------------------------------------------------------------------------- the kernel and its log
+
+
+def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is a kernel, whose cells show HTML; `PREFECT_TUNE_PROGRESS=off` forbids it.
+
+    A kernel has imported IPython and ipykernel; no other process does so for this.
+    """
+    if environment.get("PREFECT_TUNE_PROGRESS") == "off" or "ipykernel" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class _QuietFilter(logging.Filter):
+    """Passes warnings and errors; at Prefect's log level DEBUG everything."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or logging.getLogger("prefect").isEnabledFor(logging.DEBUG)
+
+
+_FILTER = _QuietFilter()
+_guard = threading.Lock()
+_uses: list[object] = []  # the searches that are shown at this moment
+_displayed: dict[Console, bool] = {}  # whether Rich displayed the lines of a console before them
+
+
+@contextmanager
+def quiet_console() -> Iterator[None]:
+    """Have the handlers that write Prefect's log to the console write warnings and errors only, as text.
+
+    In a notebook they would display an HTML output for each line. The records reach all other handlers, so that
+    Prefect's UI has the whole log.
+    """
+    use = object()
+    with _guard:
+        _uses.append(use)
+        for handler in console_handlers():
+            handler.addFilter(_FILTER)  # adding it again has no effect
+            _write_lines(handler)
+    try:
+        yield
+    finally:
+        with _guard:
+            _uses.remove(use)
+            for handler in () if _uses else console_handlers():
+                handler.removeFilter(_FILTER)
+            while _displayed and not _uses:
+                console, is_jupyter = _displayed.popitem()
+                console.is_jupyter = is_jupyter
+
+
+def _write_lines(handler: logging.StreamHandler[TextIO]) -> None:
+    """Have Rich write what the handler's console prints to the stream; in a notebook it displays it."""
+    console = getattr(handler, "console", None)
+    if isinstance(console, Console) and can_show_output():
+        _displayed.setdefault(console, console.is_jupyter)
+        console.is_jupyter = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
+from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import ranked
@@ -58,11 +59,11 @@ def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str
     """Return the learning curves of some trials from a table with a row per report; of long ones some points."""
     import pyarrow.compute as pc
 
-    known = [name for name in metrics if name in reports.column_names]
-    wanted = reports.select(["trial", "step", *known]).filter(pc.field("trial").isin(trials))
-    curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in known} for trial in trials}
+    columns = metric_columns(reports, metrics)
+    wanted = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
+    curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in columns} for trial in trials}
     for row in wanted.to_pylist():
-        for name, number in numbers_in({name: row[name] for name in known}).items():
+        for name, number in numbers_in({name: row[column] for name, column in columns.items()}).items():
             curves[row["trial"]][name].add(row["step"], number)
     return {
         trial: {name: points for name, each in found.items() if (points := each.points())}

@@ -10,7 +10,7 @@ from prefect_tune.core.html_tables import Html, escaped, paragraph, rows_table, 
 from prefect_tune.core.models import plural
 from prefect_tune.reporting.charts.svg import GREY
 from prefect_tune.reporting.charts.timeline_charts import FILLS
-from prefect_tune.terminal.error_groups import errors_by_cause, names_of
+from prefect_tune.terminal.formatting import errors_by_cause, names_of
 from prefect_tune.terminal.trials_table import cells_of
 
 _WIDTH = 150

@@ -121,7 +121,10 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     """Return the facts of an experiment."""
     state, history, objective = report_input.experiment, report_input.history, report_input.objective
     owners = {each.trial: each.owner for each in history.attempts}
-    say = _Says(state.name, owners, links)
+
+    def found(trials: Sequence[Trial], most: int) -> Sequence[TrialFacts]:
+        return [_trial_facts(each, state.name, owners.get(each.trial), links) for each in trials[:most]]
+
     ranked = [*report_input.ranking, *(each for each in report_input.trials if each.trial not in report_input.losses)]
     errors = [each for each in report_input.trials if each.status is Status.ERRORED]
     return Facts(
@@ -137,9 +140,9 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         trial_count=len(report_input.trials),
         ended_count=sum(each.phase in ENDED for each in report_input.trials),
         expected_trial_count=report_input.expected,
-        best=[say.trial(each) for each in report_input.best[:_TRIALS]],
-        trials=[say.trial(each) for each in ranked[:_TRIALS]],
-        errors=[say.trial(each) for each in errors[:_ERRORS]],
+        best=found(report_input.best, _TRIALS),
+        trials=found(ranked, _TRIALS),
+        errors=found(errors, _ERRORS),
         importance=report_input.importances,
         runs=_runs(history.ownerships[-_RUNS:], history.attempts, links),
         cost=_cost(report_input),
@@ -149,30 +152,23 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     )
 
 
-@dataclass(frozen=True)
-class _Says:
-    experiment: str
-    owners: Mapping[str, Owner | None]
-    links: Links
-
-    def trial(self, trial: Trial) -> TrialFacts:
-        key = newest_key(TrialKey(experiment=self.experiment, trial=trial.trial), trial)
-        owner = self.owners.get(trial.trial)
-        return TrialFacts(
-            trial=trial.trial,
-            status=str(trial.status),
-            reason=trial.reason,
-            step=trial.step,
-            metrics=dict(trial.metrics),
-            config=dict(trial.config),
-            attempts=trial.attempt,
-            wasted_steps=trial.wasted_steps,
-            trained_seconds=trial.measured_seconds,
-            checkpoint=key.folder if key else None,
-            checkpoint_step=key.step if key else None,
-            run=self.links(owner) if owner else None,
-            host=owner.host if owner and trial.status is Status.RUNNING else None,
-        )
+def _trial_facts(trial: Trial, experiment: str, owner: Owner | None, links: Links) -> TrialFacts:
+    key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+    return TrialFacts(
+        trial=trial.trial,
+        status=str(trial.status),
+        reason=trial.reason,
+        step=trial.step,
+        metrics=dict(trial.metrics),
+        config=dict(trial.config),
+        attempts=trial.attempt,
+        wasted_steps=trial.wasted_steps,
+        trained_seconds=trial.measured_seconds,
+        checkpoint=key.folder if key else None,
+        checkpoint_step=key.step if key else None,
+        run=links(owner) if owner else None,
+        host=owner.host if owner and trial.status is Status.RUNNING else None,
+    )
 
 
 def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPeriod], links: Links) -> Sequence[Run]:

@@ -29,9 +29,9 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
+from prefect_tune.terminal.formatting import parse_time
 
 _METRICS = 4
-_ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "stopped"}
 
 
 class AttemptEnd(StrEnum):
@@ -42,6 +42,14 @@ class AttemptEnd(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     LOST = "lost"
+
+
+_ENDS_BY_CAUSE = {Cause.MACHINE: AttemptEnd.LOST, Cause.PREEMPTED: AttemptEnd.STOPPED}
+_ENDS_BY_EVENT: Mapping[type[Event], AttemptEnd] = {
+    Finished: AttemptEnd.FINISHED,
+    Paused: AttemptEnd.PAUSED,
+    GaveUp: AttemptEnd.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +250,9 @@ class ExperimentHistory:
             case Cloned():
                 self._cloned(event)
             case AttemptEnded(cause=cause):
-                self._ended(event.trial, AttemptEnd(_ENDS_OF.get(cause, "failed")), at)
+                self._ended(event.trial, _ENDS_BY_CAUSE.get(cause, AttemptEnd.FAILED), at)
             case Finished() | Paused() | GaveUp():
-                self._ended(event.trial, _end_of(event), at)
+                self._ended(event.trial, _ENDS_BY_EVENT[type(event)], at)
             case _:
                 return
         if trial is not None:
@@ -315,21 +323,7 @@ class ExperimentHistory:
 
 def moment(at: str) -> datetime:
     """Return the time of an entry; the earliest possible time if it has none."""
-    try:
-        found = datetime.fromisoformat(at)
-    except ValueError:
-        return datetime.fromtimestamp(0, UTC)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _end_of(event: Finished | Paused | GaveUp) -> AttemptEnd:
-    match event:
-        case Finished():
-            return AttemptEnd.FINISHED
-        case Paused():
-            return AttemptEnd.PAUSED
-        case GaveUp():
-            return AttemptEnd.FAILED
+    return parse_time(at) or datetime.fromtimestamp(0, UTC)
 
 
 def history_of(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> ExperimentHistory:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 from prefect_tune.core.models import flat
 from prefect_tune.core.numbers import shown
-from prefect_tune.terminal.formatting import format_duration
+from prefect_tune.terminal.formatting import format_seconds
 
 _DIGITS = 4
 _LARGE = 10_000_000
@@ -36,7 +35,7 @@ def format_count(count: int) -> str:
 def format_span(seconds: float) -> str:
     """Return a duration: `0.53 s`, `8.2 s`, `3 min 20 s`."""
     if seconds >= 10:
-        return format_duration(timedelta(seconds=seconds))
+        return format_seconds(seconds)
     return f"{seconds:.3g} s" if seconds >= _SMALL else "0 s"
 
 

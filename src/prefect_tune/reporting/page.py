@@ -22,12 +22,12 @@ from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, 
 from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
 from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.report_input import ReportInput
-from prefect_tune.terminal.error_groups import error_of
-from prefect_tune.terminal.formatting import format_counts
+from prefect_tune.terminal.formatting import error_of, format_counts
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 """Statuses that the headline leaves to the table below it."""
 _COLUMNS = 5
+_BUILT_IN = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _WIDEST = 24
 _SETTING = 1000
 _TRACEBACK = 4000
@@ -100,7 +100,7 @@ def _headline(facts: Facts) -> str:
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = facts.expected_trial_count or facts.trial_count
+    expected = max(facts.expected_trial_count or 0, facts.trial_count)  # an earlier run may have asked for more
     parts.append(f"{format_count(facts.ended_count)} of {format_count(expected)} trials done")
     counts = facts.trials_by_status.items()
     parts += [f"{format_count(count)} {name}" for name, count in counts if name not in _UNREMARKABLE]
@@ -129,7 +129,8 @@ def _best(facts: Facts) -> Iterator[Block]:
         shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
     if best.checkpoint:
-        yield Text(["Its newest checkpoint, and the command that downloads it:"])
+        at = f"Its newest checkpoint, of step {format_count(best.checkpoint_step or 0)}"
+        yield Text([f"{at}, and the command that downloads it:"])
         yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
 
 
@@ -185,10 +186,12 @@ def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     if any(each.host for each in trials):
         yield "host", [_clipped(each.host or "") for each in trials]
     for metric in facts.metric:
-        yield metric, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
+        name = f"metrics/{metric}" if metric in _BUILT_IN else metric
+        yield name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
     configs = [flat(each.config) for each in trials]
     for parameter in _differing(facts, configs):
-        yield parameter, [_clipped(format_cell(config.get(parameter))) for config in configs]
+        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter
+        yield name, [_clipped(format_cell(config.get(parameter))) for config in configs]
     if any(each.attempts > 1 for each in trials):
         yield "attempts", [format_count(each.attempts) for each in trials]
     yield "trained", [_span(each.trained_seconds) for each in trials]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Protocol
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import Losses, front, ranked
@@ -20,12 +19,6 @@ from prefect_tune.reporting.param_importance import importances
 DRAWN = 60
 """The most learning curves that are drawn."""
 _MOST_PARAMETERS = 200
-
-
-class HistorySource(Protocol):
-    """A history's `view`, or a function that calls it in another thread."""
-
-    def __call__(self, trials: Collection[str], /) -> HistoryView: ...
 
 
 @dataclass(frozen=True)
@@ -79,16 +72,15 @@ class ReportInput:
 
 def report_input_of(  # noqa: PLR0913  the last two are known to some callers only
     experiment: Experiment,
-    view_of: HistorySource,
+    history: HistoryView,
     *,
     uri: str,
     now: datetime,
     expected: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return the data for a report of the experiment."""
+    """Return the data for a report of the experiment; `history` has the curves of `drawn_trials`."""
     objective = objective_in(experiment.settings)
-    history = view_of(_drawn(experiment, objective))
     trials = [with_report(each, history.newest.get(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
     return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, age, _cells(trials))
@@ -103,8 +95,10 @@ def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
     return [*best, *(others[index * len(others) // room] for index in range(room))]
 
 
-def _drawn(experiment: Experiment, objective: Objective | None) -> Sequence[str]:
-    return [each.trial for each in spread(best_first(list(experiment.trials.values()), objective), DRAWN)]
+def drawn_trials(experiment: Experiment) -> Sequence[str]:
+    """Return the trials whose learning curves are drawn: the best, and some of the others."""
+    ordered = best_first(list(experiment.trials.values()), objective_in(experiment.settings))
+    return [each.trial for each in spread(ordered, DRAWN)]
 
 
 def _cells(trials: Sequence[Trial]) -> Mapping[str, Sequence[object]]:

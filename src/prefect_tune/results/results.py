@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
-from prefect_tune.arrow_tables import trials_as_arrow
+from prefect_tune.arrow_tables import metric_columns, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import InvalidInput
@@ -77,7 +77,23 @@ def load_results(
         state = load(store, experiment, side_by_side=transfers)
         if not state.number:
             raise InvalidInput(no_experiment(store, experiment, place.uri))
-    return Results(state, place, objective_in(state.settings) if metric is None else objective_of(metric, mode))
+    return Results(state, place, _compared_by(objective_in(state.settings), metric, mode))
+
+
+def _compared_by(
+    known: Objective | None, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
+) -> Objective | None:
+    """Return the objective of `metric` and `mode`, or that of the search without a metric.
+
+    Raises:
+        InvalidInput: `mode` contradicts that of the search, whose metric is compared.
+    """
+    if metric is not None:
+        return objective_of(metric, mode)
+    if known is not None and mode != "min" and objective_of(known.metrics, mode) != known:
+        found = ", ".join(f"{mode} {name}" for name, mode in zip(known.metrics, known.modes, strict=True))
+        raise InvalidInput(f"mode {mode!r} without a metric: the search has {found}; name the metric, too")
+    return known
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +151,7 @@ class Results:
         return front(self._ranked(self._by(None, "min"), "last"))
 
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
-        objective = self.objective if metric is None else objective_of(metric, mode)
+        objective = _compared_by(self.objective, metric, mode)
         if objective is None:
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
@@ -160,11 +176,10 @@ class Results:
         )
 
     def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        known = [name for name in metrics if name in self._reports.column_names]
-        rows = self._reports.select(["trial", *known]).to_pylist()
+        columns = metric_columns(self._reports, metrics)
         curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
-        for row in rows:
-            curves[row["trial"]].append(row)
+        for row in self._reports.select(["trial", *columns.values()]).to_pylist():
+            curves[row["trial"]].append({name: row[column] for name, column in columns.items()})
         return curves
 
     # ------------------------------------------------------------------------------------------------ one trial
@@ -180,10 +195,7 @@ class Results:
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
-        known = self._trial(trial)
-        if known.phase not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
-            with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
+        known = self._today(trial)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None
 
@@ -198,7 +210,7 @@ class Results:
             InvalidInput: there is no metric to compare by.
         """
         objective = self._by(metric, mode)
-        known = self._trial(trial)
+        known = self._today(trial)
         scores = [
             (losses, -each.sequence, each)
             for each in known.checkpoints
@@ -210,6 +222,14 @@ class Results:
         folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
         return self.target.checkpoint(folder.checkpoint_key(ref))
 
+    def _today(self, trial: str | Trial) -> Trial:
+        """Return a trial's present state: since it was read it may have saved, and deleted older checkpoints."""
+        known = self._trial(trial)
+        if known.phase in ENDED:
+            return known
+        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+            return trial_today(store, self.experiment.name, known, side_by_side=transfers)
+
     def _trial(self, trial: str | Trial) -> Trial:
         return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
 
@@ -220,6 +240,9 @@ class Results:
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
         experiment that has ended are read from its published file, those of a running one from its journals.
+
+        Raises:
+            InvalidInput: `rows` is neither `"trials"` nor `"reports"`.
         """
         match rows:
             case "trials":
@@ -227,7 +250,7 @@ class Results:
             case "reports":
                 return self._reports
             case _:
-                assert_never(rows)
+                raise InvalidInput(f"rows {rows!r}: expected 'trials' or 'reports'")
 
     def to_pandas(self, rows: Rows = "trials") -> pd.DataFrame:
         """Return the same as a pandas `DataFrame`.

@@ -1,17 +1,26 @@
-"""Format values and tables for a terminal."""
+"""Format values, steps, errors and tables for a terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import PurePath
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefect_tune.core.experiment.failure_policy import error_in
+from prefect_tune.core.experiment.trial_transitions import Trial
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional marks, line separators, and surrogates, which cannot be encoded."""
+_LEAST_RANGE = 4
+"""The shortest run of steps that is written as a range."""
+_FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
+_NAMED = 3
 
 
 def visible(text: str) -> str:
@@ -78,16 +87,71 @@ def parse_time(at: str) -> datetime | None:
     """Return a time of the target in UTC; None for another text."""
     try:
         found = datetime.fromisoformat(at)
-    except ValueError:
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):  # no time, or one before the first year
         return None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def format_duration(span: timedelta) -> str:
     """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    seconds = max(0, round(span.total_seconds()))
+    return format_seconds(span.total_seconds())
+
+
+def format_seconds(number: float) -> str:
+    """Format a number of seconds as `format_duration` does, also if it is more than a `timedelta` can hold."""
+    seconds = max(0, round(number))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
             rest = seconds % size // smaller
             return f"{seconds // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
     return f"{seconds} s"
+
+
+def format_steps(steps: Sequence[int]) -> str:
+    """Return steps as `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`: with the count if any is left out."""
+    parts, rest = [], list(steps)
+    while rest:
+        length = _length_of_run(rest)
+        parts.append(_range(rest[:length]))
+        rest = rest[length:]
+    is_shortened = len(parts) < len(steps)
+    return ", ".join(parts) + (f" ({len(steps):,})" if is_shortened else "")
+
+
+def _length_of_run(steps: Sequence[int]) -> int:
+    """Return how many of the first steps are equally far apart; 1 if they are too few for a range."""
+    length = 1
+    while length < len(steps) and steps[length] - steps[length - 1] == steps[1] - steps[0] > 0:
+        length += 1
+    return length if length >= _LEAST_RANGE else 1
+
+
+def _range(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return str(steps[0])
+    first, second, last = steps[0], steps[1], steps[-1]
+    return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
+
+
+def error_of(reason: str) -> str:
+    """Return the error of a trial in one line, with the line of code if there is one: `KeyError: 'lr' (train.py:9)`."""
+    error = error_in(reason)
+    if not (frames := _FRAME.findall(reason)):
+        return error
+    path, line = frames[-1]
+    return f"{error} ({PurePath(path).name}:{line})"
+
+
+def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
+    """Return each different error of these errored trials with its trials, the most frequent error first."""
+    causes: dict[str, list[Trial]] = defaultdict(list)
+    for each in trials:
+        causes[error_of(each.reason)].append(each)
+    return sorted(causes.items(), key=lambda cause: -len(cause[1]))
+
+
+def names_of(trials: Sequence[Trial]) -> str:
+    """Return the names of the first trials, and how many more there are: `00000, 00001, 00002 and 5 more`."""
+    more = len(trials) - _NAMED
+    named = ", ".join(each.trial for each in trials[:_NAMED])
+    return f"{named} and {more} more" if more > 0 else named

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TextIO, cast
 
 _MOST_CHUNKS = 20_000
+_DROPPED = "(more was printed at once than the live table could pass on: lines are missing here)"
 
 
 class OutputCapture(io.TextIOBase):
@@ -23,6 +24,7 @@ class OutputCapture(io.TextIOBase):
         self._guard = threading.Lock()
         self._lets_through = False
         self._chunks: deque[str] = deque(maxlen=_MOST_CHUNKS)
+        self._has_dropped = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # the stub has an attribute where a property does
@@ -32,6 +34,7 @@ class OutputCapture(io.TextIOBase):
         if self._lets_through:
             return self._terminal.write(text)
         with self._guard:
+            self._has_dropped |= len(self._chunks) == _MOST_CHUNKS
             self._chunks.append(text)
         return len(text)
 
@@ -48,14 +51,20 @@ class OutputCapture(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def __getattr__(self, name: str) -> object:
+        """Return what only the terminal's stream has, such as `buffer`, whose writes are not kept."""
+        return getattr(self._terminal, name)
+
     def take_lines(self) -> Sequence[str]:
-        """Return the complete lines since the last call."""
+        """Return the complete lines since the last call; of too many the last ones, after a line that says so."""
         with self._guard:
             whole, newline, rest = "".join(self._chunks).rpartition("\n")
             self._chunks.clear()
             if rest:
                 self._chunks.append(rest)
-        return whole.split("\n") if newline else ()
+            dropped = [_DROPPED] * self._has_dropped
+            self._has_dropped = False
+        return [*dropped, *(whole.split("\n") if newline else ())]
 
     def let_through(self) -> None:
         """Write the rest to the terminal, and pass later writes straight through. Raises the terminal's errors."""

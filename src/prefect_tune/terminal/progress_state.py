@@ -30,31 +30,12 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import parse_time
-from prefect_tune.terminal.promotion_estimate import Promotions, TrialStanding
-from prefect_tune.terminal.time_left import AttemptTimes, ExpectedWork, seconds_left
+from prefect_tune.terminal.time_left import AttemptTimes, SearchEstimate, TrialStanding, seconds_left
 
 _NOTES = 50
 _ERRORS = 5
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
-
-
-@dataclass(frozen=True)
-class SearchEstimate:
-    """The expected extent of a search, as far as it is known at its start."""
-
-    experiment: str
-    objective: Objective | None = None
-    trial_count: int | None = None
-    """Total number of trials, including those of earlier runs."""
-    step_count: int | None = None
-    """The most steps that a trial trains."""
-    time: timedelta | None = None
-    """The time budget of this run."""
-    slot_count: int = 1
-    """The number of trials that train at a time."""
-    promotions: Promotions | None = None
-    """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     left: timedelta | None = None
-    """Estimated time left, from the seconds per step of this run and the slots; see `time_left`."""
+    """Estimated time left, from the seconds per step of this run and the slots; None once the search ends early."""
     may_take_longer: bool = False
     """Whether trials are paused, and it is unknown how many of them are resumed: `left` counts none."""
     rungs: Mapping[int, int] = field(default_factory=dict)
@@ -196,7 +177,8 @@ class ProgressTracker:
 
     def _is_known(self, note: Note) -> bool:
         """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
-        return any(each.trial == note.trial and each.text == note.text for each in self._notes)
+        last = next((each.text for each in reversed(self._notes) if each.trial == note.trial), None)
+        return last == note.text
 
     # ----------------------------------------------------------------------------------------------------- reading
 
@@ -209,6 +191,8 @@ class ProgressTracker:
         trials = list(experiment.trials.values())
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
+        left = None if experiment.ends else self._left(now, trials, attempts)
+        has_paused = outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials)
         running = [
             with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
             for each in trials
@@ -222,8 +206,8 @@ class ProgressTracker:
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._rate(now, reports),
-            left=self._left(now, trials, attempts),
-            may_take_longer=outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials),
+            left=left,
+            may_take_longer=has_paused and left != self._budget_left(now),
             rungs=dict(sorted(rungs.items())),
             running=running,
             others=others,
@@ -247,15 +231,19 @@ class ProgressTracker:
         self, now: float, trials: Sequence[Trial], attempts: Mapping[str, Sequence[AttemptTimes]]
     ) -> timedelta | None:
         """Return the time that the remaining steps take, or until the time budget ends if that is sooner."""
-        outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
-        budget = max(timedelta(0), outlook.time - elapsed) if outlook.time is not None else None
-        if outlook.trial_count is None or elapsed < _TOO_EARLY:
+        budget = self._budget_left(now)
+        if now - self._began < _TOO_EARLY.total_seconds():
             return budget
-        work = ExpectedWork(outlook.trial_count, outlook.step_count, outlook.slot_count, outlook.promotions)
-        if (seconds := seconds_left(work, trials, attempts, now)) is None:
+        try:
+            seconds = seconds_left(self._outlook, trials, attempts, now)
+            left = budget if seconds is None else timedelta(seconds=seconds)
+        except OverflowError:  # so large a number of steps is no limit: something else ends the search
             return budget
-        left = timedelta(seconds=seconds)
-        return left if budget is None else min(left, budget)
+        return left if left is None or budget is None else min(left, budget)
+
+    def _budget_left(self, now: float) -> timedelta | None:
+        time = self._outlook.time
+        return None if time is None else max(timedelta(0), time - timedelta(seconds=now - self._began))
 
 
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
@@ -277,13 +265,13 @@ def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], o
 
 
 def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float:
-    """Return the sum of the shares of training done; a paused trial counts as done, since few are resumed."""
+    """Return the sum of the shares of training done."""
     return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
-    """Return the share of the trial's training that is done, from 0 to 1."""
-    if trial.phase in ENDED or trial.phase is Phase.PAUSED:
+    """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
+    if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
     step = _newest_step(trial, report)
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0

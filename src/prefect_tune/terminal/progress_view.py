@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.models import metric_in
-from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
+from prefect_tune.core.models import first_line, metric_in
+from prefect_tune.terminal.formatting import format_counts, format_duration, format_value, visible
 from prefect_tune.terminal.progress_state import Note, ProgressState
-from prefect_tune.terminal.trials_table import cells_of, config_cells
+from prefect_tune.terminal.trials_table import config_cells, trials_table
 
 _MOST_ROWS = 16
 _MOST_NOTES = 5
@@ -35,7 +35,9 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     rows = chosen_trials(state, min(_MOST_ROWS, room - len(notes)))
     parts: list[RenderableType] = [_cut(each) for each in _head(state)]
     if rows:
-        parts += [Text(), _trials(state, rows, width)]
+        objective = state.outlook.objective
+        metrics = objective.metrics if objective else common_metrics(rows)
+        parts += [Text(), trials_table(rows, metrics, width=width, styles=_STYLES)]
     if notes:
         parts += [Text(), *map(_note_of, notes)]
     return Group(*parts)
@@ -49,7 +51,7 @@ def line(state: ProgressState) -> str:
     if state.lacking_count and state.outlook.objective is not None:
         parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
     if state.best is not None and state.outlook.objective is not None:
-        parts.append(f"best: trial {state.best.trial}, {_compared(state, state.best)}")
+        parts.append(f"best: trial {_best_name(state.best)}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"
 
 
@@ -65,13 +67,15 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
         facts["rungs"] = _rungs(state)
     if state.best is not None and state.outlook.objective is not None:
         best = state.best
-        facts["best"] = f"{best.trial}: {_compared(state, best)} at step {best.step}"
+        facts["best"] = f"{_best_name(best)}: {_compared(state, best)} at step {best.step}"
         facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts
 
 
 def time_left(state: ProgressState) -> str:
-    """Return the estimate of the time left in words; empty if there is none."""
+    """Return the estimate of the time left in words, or why the search ends early; empty if there is neither."""
+    if state.ended_because:
+        return f"ending: {first_line(state.ended_because)}"
     if state.left is None:
         return ""
     return f"{'at least' if state.may_take_longer else 'about'} {format_duration(state.left)} left"
@@ -80,7 +84,7 @@ def time_left(state: ProgressState) -> str:
 def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := time_left(state):
-        title.append(f", {left}")
+        title.append(visible(f", {left}"))
     if state.reports_per_second:
         title.append(f"  {state.reports_per_second:.3g} reports/s", "dim")
     return title
@@ -105,6 +109,10 @@ def _rungs(state: ProgressState) -> str:
     return ", ".join(said_rungs)
 
 
+def _best_name(best: Trial) -> str:
+    return named(best.trial, best.status)
+
+
 def _compared(state: ProgressState, trial: Trial) -> str:
     metrics = state.outlook.objective.metrics if state.outlook.objective else ()
     return ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
@@ -116,29 +124,18 @@ def chosen_trials(state: ProgressState, most: int) -> Sequence[Trial]:
     return [*state.running[: most - others], *state.others[:others]] if most > 0 else ()
 
 
-def _trials(state: ProgressState, trials: Sequence[Trial], width: int) -> Table:
-    objective = state.outlook.objective
-    names, rows = cells_of(trials, objective.metrics if objective else common_metrics(trials), width)
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in names:
-        table.add_column(Text(name), no_wrap=True, overflow="ellipsis")
-    for trial, cells in zip(trials, rows, strict=True):
-        table.add_row(*map(Text, cells), style=_STYLES.get(trial.status, ""))
-    return table
-
-
 def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
     """Return the metrics that the first trial with any has reported."""
     return next((tuple(each.metrics) for each in trials if each.metrics), ())
 
 
 def _note_of(note: Note) -> Text:
-    text = (f"{note.trial} {note.text}", "red" if note.is_bad else "")
+    text = (visible(f"{note.trial} {note.text}"), "red" if note.is_bad else "")
     return _cut(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
 
 
 def _labelled(name: str, text: str) -> Text:
-    return Text.assemble((f"{name:<8}", "dim"), text)
+    return Text.assemble((f"{name:<8}", "dim"), visible(text))
 
 
 def _cut(text: Text) -> Text:

@@ -10,8 +10,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import leaves, plural
 from prefect_tune.results.results import Results
-from prefect_tune.terminal.error_groups import errors_by_cause
-from prefect_tune.terminal.formatting import visible
+from prefect_tune.terminal.formatting import errors_by_cause, visible
 from prefect_tune.tuner.metric_check import MetricCheck, never_last
 
 _CAUSES = 3

@@ -69,8 +69,7 @@ from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owne
 from prefect_tune.tasks.existing_experiment import read_known, require_presence
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
-from prefect_tune.terminal.progress_state import SearchEstimate
-from prefect_tune.terminal.promotion_estimate import promotions_of
+from prefect_tune.terminal.time_left import SearchEstimate, promotions_of, resumes_paused
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.failed_search_error import failure_of
@@ -200,6 +199,7 @@ def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
         time=plan.time_budget,
         slot_count=slots.count,
         promotions=promotions_of(plan.scheduler, step_count),
+        resumes_paused=resumes_paused(plan.scheduler),
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
     place = ExperimentAddress(target.uri, plan.experiment)

@@ -47,7 +47,7 @@ from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.formatting import visible
-from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stopping.stop_handling import Outside

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
     Committed,
+    Event,
     Finished,
     Reported,
     Started,
@@ -14,22 +15,21 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.best_model import BestSoFar, best_checkpoints
 from prefect_tune.core.search.objective import objective_of
+from tests.fakes.searches.experiments import after
 
 LOSS = objective_of("loss", "min")
 
 
 def trained(state: Experiment, trial: str, *losses: float, saved: bool = True, ends: bool = False) -> Experiment:
     """A trial that reports and saves these losses."""
-    events: list[object] = [TrialAdded(trial=trial, config={}), Started(trial=trial, attempt=1, from_step=0)]
+    events: list[Event] = [TrialAdded(trial=trial, config={}), Started(trial=trial, attempt=1, from_step=0)]
     for step, loss in enumerate(losses, 1):
         metrics = {"other": 1, "loss": loss}
         events.append(Reported(trial=trial, report=StepReport(step=step, metrics=metrics)))
         if saved:
             events.append(Committed(trial=trial, checkpoint=CheckpointRef(step=step, sequence=step, metrics=metrics)))
     events += [Finished(trial=trial, reason="done")] if ends else []
-    for event in events:
-        state = after_event(state, event, 1)
-    return state
+    return after(state, events)
 
 
 def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none() -> None:
@@ -57,8 +57,8 @@ def test_of_several_metrics_the_next_decides_between_equals() -> None:
     def committed(other: float) -> object:
         metrics = {"loss": 0.5, "other": other}
         checkpoint = CheckpointRef(step=2, sequence=2, metrics=metrics)
-        after = after_event(state, Committed(trial="00000", checkpoint=checkpoint), 1)
-        return BestSoFar(objective_of(["loss", "other"], "min"), state).committed(after.trial("00000"))
+        better = after(state, [Committed(trial="00000", checkpoint=checkpoint)])
+        return BestSoFar(objective_of(["loss", "other"], "min"), state).committed(better.trial("00000"))
 
     state = trained(nothing_yet("first"), "00000", 0.5)
     assert committed(1.0) is None
@@ -70,6 +70,7 @@ def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
     earlier = trained(earlier, "00001", 0.05, saved=False, ends=True)
     state = trained(trained(earlier, "00002", 0.07), "00003", 0.04)
     best = BestSoFar(LOSS, earlier)
+    assert best.trial == "00001"
     assert best.committed(state.trial("00002")) is None
     assert best.committed(state.trial("00003")) is not None
 
@@ -77,6 +78,7 @@ def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
 def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None:
     state = trained(nothing_yet("first"), "00000", 0.5, ends=True)
     assert BestSoFar(None, state).ended(state.trial("00000")) is None
+    assert BestSoFar(None, state).trial is None
     elsewhere = BestSoFar(objective_of("accuracy", "max"), state)
     assert elsewhere.committed(state.trial("00000")) is None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
@@ -38,6 +38,7 @@ from prefect_tune.core.notifications.prefect_events import (
     short,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from tests.fakes.searches.experiments import after
 
 T = "00000"
 ADDED = TrialAdded(trial=T, config={}, apart=True)
@@ -62,8 +63,8 @@ def lifecycle_events_in(*events: Event) -> list[TrialLifecycleEvent]:
 def walk(*events: Event) -> list[list[TrialLifecycleEvent]]:
     state: Experiment = nothing_yet("first")
     found = []
-    for number, event in enumerate(events, 1):
-        before, state = state, after_event(state, event, number)
+    for event in events:
+        before, state = state, after(state, [event])
         name = getattr(event, "trial", T)
         found.append(list(lifecycle_events_of(event, "first", before.trials.get(name), state.trial(name))))
     return found
@@ -130,11 +131,9 @@ def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
 
 
 def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_the_same() -> None:
-    state = nothing_yet("first")
-    for number, event in enumerate([ADDED, STARTED, Finished(trial=T, reason="enough")], 1):
-        state = after_event(state, event, number)
+    state = after(nothing_yet("first"), [ADDED, STARTED, Finished(trial=T, reason="enough")])
     finished = state.trial(T)
-    errored = after_event(state, GaveUp(trial=T, cause=Cause.USER, message="no"), 4).trial(T)
+    errored = after(state, [GaveUp(trial=T, cause=Cause.USER, message="no")]).trial(T)
     paused = finished.model_copy(update={"phase": Phase.PAUSED})
     for event, trial in [
         (Finished(trial=T, reason="again"), finished),
@@ -159,9 +158,7 @@ def test_a_checkpoint_that_is_put_aside_is_news_with_its_step(kills: bool, name:
 
 
 def test_a_checkpoint_of_a_trial_that_nobody_knew_is_news_too() -> None:
-    state = nothing_yet("first")
-    for number, event in enumerate([ADDED, STARTED, reported(1), committed(1, 3)], 1):
-        state = after_event(state, event, number)
+    state = after(nothing_yet("first"), [ADDED, STARTED, reported(1), committed(1, 3)])
     (saved,) = lifecycle_events_of(committed(1, 3), "first", None, state.trial(T))
     (aside,) = lifecycle_events_of(Quarantined(trial=T, sequence=3, reason="bad"), "first", None, state.trial(T))
     assert (saved.payload()["parent"], aside.payload()["step"]) == (None, None)

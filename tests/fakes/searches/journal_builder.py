@@ -34,7 +34,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.reporting.history import ExperimentHistory
-from prefect_tune.reporting.report_input import ReportInput, report_input_of
+from prefect_tune.reporting.report_input import ReportInput, drawn_trials, report_input_of
 
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
 URI = "s3://bucket/runs"
@@ -92,7 +92,8 @@ class JournalBuilder:
         self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
     def report_input(self, expected: int | None = None) -> ReportInput:
-        return report_input_of(self.state, self.history.view, uri=URI, now=self.now, expected=expected)
+        history = self.history.view(drawn_trials(self.state))
+        return report_input_of(self.state, history, uri=URI, now=self.now, expected=expected)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:

@@ -21,7 +21,7 @@ from prefect_tune.reporting.history import history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html as html
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_input import ReportInput, report_input_of
+from prefect_tune.reporting.report_input import ReportInput, drawn_trials, report_input_of
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.data_age import Freshness, freshness_of
 
@@ -97,4 +97,5 @@ def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     fresh = freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     age = fresh.words("before this page was drawn") if fresh.is_running else ""
-    return report_input_of(state, found.view, uri=existing_place(target).uri, now=now, age=age), fresh
+    uri, history = existing_place(target).uri, found.view(drawn_trials(state))
+    return report_input_of(state, history, uri=uri, now=now, age=age), fresh

@@ -14,12 +14,13 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
 from prefect_tune.core.models import first_line, shown_size
 from prefect_tune.terminal.data_age import format_moment, freshness_of
-from prefect_tune.terminal.error_groups import errors_by_cause, names_of
-from prefect_tune.terminal.format_steps import format_steps
 from prefect_tune.terminal.formatting import (
     borderless_table,
+    errors_by_cause,
     facts_table,
     format_counts,
+    format_steps,
+    names_of,
     plain_cells,
     print_parts,
     visible,

@@ -25,7 +25,7 @@ from prefect_tune.core.recovery.stale_reads import current_trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.format_steps import format_steps
+from prefect_tune.terminal.formatting import format_steps
 
 
 @command

@@ -23,10 +23,10 @@ class BestSoFar:
         """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
         self._objective = objective
         self._experiment = experiment.name
-        found = (losses for trial in experiment.trials.values() for losses in self._all_of(trial))
-        self._losses: Losses | None = min(found, default=None)
-        self.trial: str | None = None
-        """The trial of the best model, once `committed` or `ended` has found one."""
+        known = [(losses, trial.trial) for trial in experiment.trials.values() for losses in self._all_of(trial)]
+        best: tuple[Losses | None, str | None] = min(known, key=lambda each: each[0], default=(None, None))
+        self._losses, self.trial = best
+        """The trial of the best model; None where no trial can be compared."""
 
     def committed(self, trial: Trial) -> BestImproved | None:
         """Return the news if the trial's newest checkpoint is better than all models before; else None."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import assert_never
 
 from prefect_tune.core.experiment.trial_status import Phase, Status
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -47,6 +46,14 @@ FILLS: Mapping[Status, Fill] = {
     Status.PAUSED: Fill(VIOLET, "outline"),
 }
 """How an attempt is drawn, by the status that it ended with: told apart by more than a color."""
+_STATUSES: Mapping[AttemptEnd | None, Status] = {
+    None: Status.RUNNING,
+    AttemptEnd.FINISHED: Status.COMPLETED,
+    AttemptEnd.PAUSED: Status.PAUSED,
+    AttemptEnd.STOPPED: Status.INTERRUPTED,
+    AttemptEnd.LOST: Status.INTERRUPTED,
+    AttemptEnd.FAILED: Status.ERRORED,
+}
 _LEGEND = 22.0
 _BREAK_LABEL = 90.0
 """The width that the label of such a time needs."""
@@ -171,20 +178,8 @@ def _statuses(attempts: Sequence[AttemptPeriod], report_input: ReportInput) -> M
 
 
 def _status_of(attempt: AttemptPeriod, trial: Trial) -> Status:
-    match attempt.end:
-        case None:
-            return Status.RUNNING
-        case AttemptEnd.FINISHED:
-            is_last = attempt.attempt == trial.attempt and trial.phase is Phase.FINISHED
-            return trial.status if is_last else Status.COMPLETED
-        case AttemptEnd.PAUSED:
-            return Status.PAUSED
-        case AttemptEnd.STOPPED | AttemptEnd.LOST:
-            return Status.INTERRUPTED
-        case AttemptEnd.FAILED:
-            return Status.ERRORED
-        case never:
-            assert_never(never)
+    is_last = attempt.attempt == trial.attempt and trial.phase is Phase.FINISHED
+    return trial.status if attempt.end is AttemptEnd.FINISHED and is_last else _STATUSES[attempt.end]
 
 
 def _draw_legend(drawing: Drawing, y: float, shown: Collection[Status]) -> None:
