@@ -97,5 +97,5 @@ def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     fresh = freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     age = fresh.words("before this page was drawn") if fresh.is_running else ""
-    uri, history = existing_place(target).uri, found.view(drawn_trials(state))
-    return report_input_of(state, history, uri=uri, now=now, age=age), fresh
+    uri, drawn = existing_place(target).uri, found.view(drawn_trials(state))
+    return report_input_of(state, drawn, uri=uri, now=now, age=age), fresh
