@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 
@@ -39,21 +40,40 @@ class ObserverGroup(SearchObserver):
         self._listeners = tuple(listeners)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        for each in self._listeners:
-            each.happened(event, experiment)
+        self._call(lambda each: each.happened(event, experiment))
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
-        for each in self._listeners:
-            each.reported(step, experiment)
+        self._call(lambda each: each.reported(step, experiment))
 
     def latest(self, newest: LatestReport) -> None:
-        for each in self._listeners:
-            each.latest(newest)
+        self._call(lambda each: each.latest(newest))
 
     def lost(self, trial: Trial, why: str) -> None:
-        for each in self._listeners:
-            each.lost(trial, why)
+        self._call(lambda each: each.lost(trial, why))
 
     def wrote(self, experiment: Experiment) -> None:
+        self._call(lambda each: each.wrote(experiment))
+
+    def _call(self, call: Callable[[SearchObserver], None]) -> None:
         for each in self._listeners:
-            each.wrote(experiment)
+            call(each)
+
+
+class DisplayGroup(ObserverGroup):
+    """Passes each call to observers that only show the search: one that raises is logged, and called no more.
+
+    The search continues: nothing that it decides or stores depends on them.
+    """
+
+    def __init__(self, listeners: Sequence[SearchObserver], log: Log) -> None:
+        super().__init__(listeners)
+        self._log = log
+
+    def _call(self, call: Callable[[SearchObserver], None]) -> None:
+        for each in self._listeners:
+            try:
+                call(each)
+            except Exception:  # noqa: BLE001 - the edge of what only shows: hours of training must not end for it
+                name = type(each).__name__
+                self._log.exception("%s failed, and shows nothing from now on; the search continues", name)
+                self._listeners = tuple(other for other in self._listeners if other is not each)

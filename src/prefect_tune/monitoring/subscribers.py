@@ -20,7 +20,7 @@ from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
@@ -76,7 +76,8 @@ class Subscribers:
                 progress(journal_writer.experiment, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
                 LiveStatusObserver(self._target, journal_writer.experiment, self._live_period, runs) as live,
             ):
-                yield ObserverGroup([lines, keeper, callbacks, emitter, seen, reporter, live])
+                shows = DisplayGroup([lines, emitter, seen, reporter, live], log)
+                yield ObserverGroup([keeper, callbacks, shows])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)

@@ -28,7 +28,7 @@ from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.monitoring.progress import training_progress
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.monitoring.search_observer import ObserverGroup
+from prefect_tune.monitoring.search_observer import DisplayGroup
 from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.checks.import_check import require_importable
 from prefect_tune.parameters.checks.resume_compatibility import require_same_training
@@ -144,7 +144,8 @@ def _driven(
         training_progress(state, outlook, log, stop) as shown,
         live,
     ):
-        observers = ObserverGroup([SearchLog(state, None, spec.target.uri, log), emitter, reporter, live, shown])
+        lines = SearchLog(state, None, spec.target.uri, log)
+        observers = DisplayGroup([lines, emitter, reporter, live, shown], log)
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(Outside(stop))
