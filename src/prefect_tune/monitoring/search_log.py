@@ -85,15 +85,15 @@ class SearchLog(SearchObserver):
             case Finished(reason=reason):
                 text = self._ended(trial.status, reason, trial, experiment)
             case Paused(reason=reason):
-                text = self._ended("paused", reason, trial, experiment)
+                text = self._ended(Status.PAUSED, reason, trial, experiment)
             case AttemptEnded(cause=Cause.PREEMPTED, message=message):
-                text = self._ended("interrupted", message, trial, experiment)
+                text = self._ended(Status.INTERRUPTED, message, trial, experiment)
             case AttemptEnded(message=message) if message == OWNER_VANISHED and trial.trial in self._lost:
                 self._lost.discard(trial.trial)
             case AttemptEnded(message=message) if message == OWNER_VANISHED:
                 text, level = f"crashed in attempt {trial.attempt}: {message}", logging.WARNING
             case GaveUp(message=message):
-                text, level = self._ended("errored", message, trial, experiment), logging.ERROR
+                text, level = self._ended(Status.ERRORED, message, trial, experiment), logging.ERROR
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
         if text and text != self._last.get(trial.trial):
@@ -129,7 +129,7 @@ class SearchLog(SearchObserver):
         key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
         if key is None:
             return "; no checkpoint"
-        if end not in {"paused", Status.PRUNED}:
+        if end not in {Status.PAUSED, Status.PRUNED}:
             return f"; checkpoint of step {key.step}: {below(self._uri, key.folder)}"
         return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
 

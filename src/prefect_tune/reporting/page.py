@@ -220,7 +220,7 @@ def _differing(facts: Facts, configs: Sequence[Mapping[str, object]]) -> Sequenc
 def _errors(facts: Facts) -> Iterator[Block]:
     if not facts.errors:
         return
-    count = facts.trials_by_status.get("errored", 0)
+    count = facts.trials_by_status.get(Status.ERRORED, 0)
     yield Heading(f"Errors ({count})")
     yield from _without_repetition(
         [

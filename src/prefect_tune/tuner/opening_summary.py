@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, named
-from prefect_tune.core.experiment.trial_transitions import Phase
+from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.trial_slots import Slots
@@ -59,7 +59,7 @@ def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Ite
 def _found(found: Experiment, objective: Objective | None) -> str:
     if not found.trials:
         return "new"
-    counts = {"left running" if status == "running" else status: count for status, count in counted(found).items()}
+    counts = {"left running" if status == Status.RUNNING else status: count for status, count in counted(found).items()}
     said = f"{plural(len(found.trials), 'trial', 'trials')} found: {format_counts(counts)}"
     best = best_of(found)
     if best is None or objective is None:

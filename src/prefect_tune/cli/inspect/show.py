@@ -10,7 +10,7 @@ from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialNam
 from prefect_tune.cli.shared.open_target import chosen_trials, opened, trials_today, viewed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
 from prefect_tune.core.models import first_line, shown_size
 from prefect_tune.terminal.data_age import format_moment, freshness_of
@@ -133,7 +133,9 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 
 def _show_errors(trials: Sequence[Trial]) -> None:
     """Print each different error with its trials."""
-    causes = errors_by_cause(sorted((each for each in trials if each.status == "errored"), key=lambda each: each.trial))
+    causes = errors_by_cause(
+        sorted((each for each in trials if each.status is Status.ERRORED), key=lambda each: each.trial)
+    )
     if not causes:
         return
     table = borderless_table("errored", "reason")

@@ -13,7 +13,7 @@ from prefect_tune.cli.shared.open_target import chosen_trials, live_checkpoints,
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
-from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.storage.layout import CheckpointKey
 
 
@@ -53,7 +53,7 @@ def export(
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    named = f"{chosen.trial}{' (errored)' * (chosen.status == 'errored')} " if is_search(state) else ""
+    named = f"{chosen.trial}{' (errored)' * (chosen.status is Status.ERRORED)} " if is_search(state) else ""
     print(f"{named}step {key.step}: in {directory}")
 
 
@@ -74,6 +74,6 @@ def _checkpoint(state: Experiment, trial: Trial, step: int | None) -> Checkpoint
         steps = ", ".join(str(key.step) for key in live) or "none"
         wanted = "" if step is None else f" of step {step}"
         searched = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
-        errored = ", which has errored" * (trial.status == "errored")
+        errored = ", which has errored" * (trial.status is Status.ERRORED)
         raise CheckpointNotFound(f"{searched}{errored}: there is no checkpoint{wanted}; there are: {steps}")
     return fitting[-1]

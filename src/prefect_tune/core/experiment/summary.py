@@ -100,4 +100,4 @@ def best_of(state: Experiment) -> Trial | None:
 
 def named(trial: str, status: str) -> str:
     """Return the name of the best trial, followed by `, errored` where it has errored."""
-    return f"{trial}, errored" if status == "errored" else trial
+    return f"{trial}, errored" if status == Status.ERRORED else trial
