@@ -80,7 +80,7 @@ def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, tra
     past = _past(store, request, there, transfers)
     past = replace(past, settings=_settings(past, request, target.signing_secret))
     if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
-        raise CheckpointNotFound(f"{past.origin}: deleted since then: {_told(gone)}. Nothing was started")
+        raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
     into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
     made = fork(store, past, into, request.stamp, side_by_side=transfers)
     _say(log, past, made)
@@ -120,9 +120,9 @@ def _say(log: Log, past: Past, made: Fork) -> None:
         trial = made.experiment.trial(name)
         left = trial.checkpoints[-1].step if trial.checkpoints else None
         then = "" if trial.phase in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
-        log.warning("trial %s: the origin has deleted %s since%s", name, _told({name: refs}), then)
+        log.warning("trial %s: the origin has deleted %s since%s", name, _deleted_steps({name: refs}), then)
 
 
-def _told(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:
+def _deleted_steps(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:
     steps = {trial: ", ".join(str(each.step) for each in refs) for trial, refs in gone.items()}
     return "; ".join(f"trial {trial}, step {found}" for trial, found in steps.items())

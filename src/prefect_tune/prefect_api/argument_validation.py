@@ -192,7 +192,7 @@ def _wrong(flow: Flow[..., Any], name: str, value: object) -> str | None:
     try:
         _adapter(flow.fn, name).validate_python(value)
     except ValidationError as error:
-        return _told(name, value, error.errors(include_url=False))
+        return _described(name, value, error.errors(include_url=False))
     return None
 
 
@@ -214,7 +214,7 @@ def _made_of(kind: type) -> str:
     return f"{prefix}{kind.__name__}({', '.join(f'{each}=...' for each in needed)})"
 
 
-def _told(name: str, value: object, errors: Iterable[ErrorDetails]) -> str:
+def _described(name: str, value: object, errors: Iterable[ErrorDetails]) -> str:
     """Return the first error inside the value if its outer type matches; else all the types that were expected."""
     every = list(errors)
     within = [each for each in every if each["input"] is not value or each["type"] == "missing"]

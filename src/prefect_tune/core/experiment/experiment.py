@@ -198,7 +198,7 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
         case Described() | Extended():
             return _asked_for(experiment, event)
         case ForkBegun() | Forked() | RemovalBegun() | RemovalGivenUp():
-            return _came_or_goes(experiment, event)
+            return _apply_fork_or_removal(experiment, event)
         case Learned(source=source, place=place):
             teachers = experiment.teachers if place is None else (*experiment.teachers, place)
             update = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
@@ -206,7 +206,7 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
         case StopAsked():
             return _asked_to_stop(experiment, event)
         case Answered() | Questioned():
-            return _spoken(experiment, event)
+            return _apply_question(experiment, event)
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():
@@ -231,7 +231,7 @@ def _is_restart(before: Owner | None, now: Owner) -> bool:
     return again and not now.by_hand
 
 
-def _spoken(experiment: Experiment, event: Answered | Questioned) -> Experiment:
+def _apply_question(experiment: Experiment, event: Answered | Questioned) -> Experiment:
     """A trial's newer question replaces its older one; an answer to a question that is not open is kept too."""
     if isinstance(event, Questioned):
         asks = _known(experiment, event.trial).trial
@@ -268,7 +268,9 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
 
 
-def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBegun | RemovalGivenUp) -> Experiment:
+def _apply_fork_or_removal(
+    experiment: Experiment, event: ForkBegun | Forked | RemovalBegun | RemovalGivenUp
+) -> Experiment:
     match event:
         case ForkBegun(origin=origin):
             return _begun(experiment, origin)
@@ -310,7 +312,7 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
                 adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))
                 experiment = _with(experiment, adopted)
             case Questioned():
-                experiment = _spoken(experiment, each)
+                experiment = _apply_question(experiment, each)
             case _:
                 experiment = _noted(experiment, trial, each, after(trial, each, event.number))
     return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))

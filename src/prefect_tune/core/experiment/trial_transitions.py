@@ -140,7 +140,7 @@ def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
         IllegalTransition: the event cannot happen to a trial in this phase.
     """
     phase = _next_phase(trial, event)
-    return _told(trial, event, number).model_copy(update={"phase": phase})
+    return _apply_to_trial(trial, event, number).model_copy(update={"phase": phase})
 
 
 def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
@@ -153,7 +153,7 @@ def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     return phase or trial.phase
 
 
-def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
     match event:
         case Started():
             return _started(trial, event)
@@ -164,14 +164,14 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
         case Cloned():
             return _cloned(trial, event)
         case Rebased():
-            return _rebased(trial, event)
+            return _apply_rebased(trial, event)
         case Finished() | Paused() | Requeued() | Resumed() | Decided():
-            return _given_reason(trial, event)
+            return _apply_reason(trial, event)
         case _:
-            return _stored(trial, event, number)
+            return _apply_checkpoint_event(trial, event, number)
 
 
-def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
+def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
     match event:
         case Committed():
             return _committed(trial, event, number)
@@ -194,7 +194,7 @@ def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
             assert_never(event)
 
 
-def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
+def _apply_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
     match event:
         case Finished():
             ends = {"reason": event.reason, "returned": event.returned, "left": event.left}
@@ -272,7 +272,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     )
 
 
-def _rebased(trial: Trial, event: Rebased) -> Trial:
+def _apply_rebased(trial: Trial, event: Rebased) -> Trial:
     """Replace everything that refers to objects on the target; keep the rest of the trial's state."""
     return trial.model_copy(
         update={

@@ -296,7 +296,7 @@ class _PooledChannel(TrialChannel):
         self._request = request
         self._borrowed = borrowed
         self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
-        self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
+        self._sent: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
         self.keeps = False
@@ -306,13 +306,13 @@ class _PooledChannel(TrialChannel):
         self._borrowed.begin()
         temporary = self._borrowed.child.new_temporary_directory()
         super().tell(surroundings(temporary, self._request.kind.whole_environment))
-        for message in (self._request.start, *self._told):
+        for message in (self._request.start, *self._sent):
             super().tell(message)
 
     def tell(self, message: ToTrial) -> None:
         with self._changing:
             if self._is_on_trial:
-                self._told.append(message)
+                self._sent.append(message)
             if not self._closed:  # the process may serve another trial by then
                 super().tell(message)
 
