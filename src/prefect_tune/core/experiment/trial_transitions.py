@@ -164,7 +164,7 @@ def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
         case Cloned():
             return _cloned(trial, event)
         case Rebased():
-            return _apply_rebased(trial, event)
+            return _rebased(trial, event)
         case Finished() | Paused() | Requeued() | Resumed() | Decided():
             return _apply_reason(trial, event)
         case _:
@@ -272,7 +272,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     )
 
 
-def _apply_rebased(trial: Trial, event: Rebased) -> Trial:
+def _rebased(trial: Trial, event: Rebased) -> Trial:
     """Replace everything that refers to objects on the target; keep the rest of the trial's state."""
     return trial.model_copy(
         update={
