@@ -27,6 +27,7 @@ SET_UP = (
 )
 """Advice for errors when no Prefect server is configured."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
@@ -99,8 +100,7 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        path = Path(value)
-        return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
+        return _folder(os.fspath(value))
     if not isinstance(value, str):
         raise InvalidInput(
             f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
@@ -112,7 +112,17 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
         return kind._at(value, location)  # noqa: SLF001  as above
     slug = BLOCK_SLUG.fullmatch(value)
-    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
+    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value)
+
+
+def _folder(given: str) -> LocalTarget:
+    if _VARIABLE.match(given):
+        raise InvalidInput(
+            f"target: {given!r}: environment variables are not expanded; write os.path.expandvars({given!r}), or "
+            f"{f'./{given}'!r} for a folder of this name"
+        )
+    path = Path(given)
+    return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
 
 
 def _is_target_type(block_type: str, value: str) -> bool:
