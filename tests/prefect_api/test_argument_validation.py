@@ -73,8 +73,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "a scheme",
         {"target": "s4://bucket/runs"},
         (
-            "target: 's4://bucket/runs': unknown scheme 's4'; known are abfs, abfss, az, azure, file, gcs, gs, s3, s3a, "
-            "s3n, wasb, wasbs, and fsspec's and pyarrow's"
+            "target: 's4://bucket/runs': unknown scheme 's4'; known are abfs, abfss, az, azure, file, gcs, gs, s3, "
+            "s3a, s3n, wasb, wasbs, and fsspec's and pyarrow's"
         ),
     ),
     (
@@ -86,8 +86,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "a name",
         {"experiment": "my exp"},
         (
-            "experiment: name 'my exp': expected 1 to 128 letters, digits, '.', '_', '=' or '-', starting with a letter "
-            "or digit and without '..': it becomes a folder on the target"
+            "experiment: name 'my exp': expected 1 to 128 letters, digits, '.', '_', '=' or '-', starting with a "
+            "letter or digit and without '..': it becomes a folder on the target"
         ),
     ),
     ("a misspelt one", {"metrics": "x"}, "metrics: pt.tune has no such parameter; did you mean 'metric'?"),

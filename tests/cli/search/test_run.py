@@ -168,7 +168,7 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
         (
             ["--set", "lr=logunif(1,2)"],
-            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'",
+            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'? write a text",
         ),
         (
             ["--set", "lr=loguniform(0.1,1e-4)"],
