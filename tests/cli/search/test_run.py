@@ -210,7 +210,13 @@ def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ("my_trian:Net", "trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here?"),
+        (
+            "my_trian:Net",
+            (
+                "trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here, or its folder "
+                "in PYTHONPATH?"
+            ),
+        ),
         (
             "tests.trainables.moody:Mody",
             "trainable 'tests.trainables.moody:Mody': module 'tests.trainables.moody' (*) has no 'Mody'; did you mean*",

@@ -30,7 +30,12 @@ def require_one_runner(uri: str, *, exploiting: str, elsewhere: str) -> None:
     """
     if exploiting:
         why = "its trials clone each other's checkpoints, and write that into each other's journals"
-        _refuse(uri, f"scheduler: {exploiting}", why, "a scheduler that clones no checkpoints (FIFO, ASHA, Hyperband, MedianStopping)")
+        _refuse(
+            uri,
+            f"scheduler: {exploiting}",
+            why,
+            "a scheduler that clones no checkpoints (FIFO, ASHA, Hyperband, MedianStopping)",
+        )
     if elsewhere:
         why = "an attempt in another process may be presumed lost, still run, and write beside its successor"
         _refuse(uri, elsewhere, why, "trials='tasks' with a thread pool task runner")
