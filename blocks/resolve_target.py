@@ -28,6 +28,7 @@ SET_UP = (
 )
 """Advice for errors when no Prefect server is configured."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
@@ -101,16 +102,7 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        path = Path(value)
-        is_relative = not path.is_absolute() and not str(path).startswith("~")
-        if is_relative and _is_in_run_of_deployment():
-            raise InvalidInput(
-                f"target {os.fspath(value)!r}: expected an absolute path or a URI in a run of a deployment, found a "
-                f"relative path: it would be below the working directory of this run, {Path.cwd()}, which its worker "
-                "deletes or another run does not have. Nothing was written: pass /absolute/path, a URI such as "
-                "s3://bucket/runs, or the type/name of a saved block"
-            )
-        return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
+        return _folder(os.fspath(value))
     if not isinstance(value, str):
         raise InvalidInput(
             f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
@@ -122,7 +114,25 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
         return kind._at(value, location)  # noqa: SLF001  as above
     slug = BLOCK_SLUG.fullmatch(value)
-    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
+    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value)
+
+
+def _folder(given: str) -> LocalTarget:
+    if _VARIABLE.match(given):
+        raise InvalidInput(
+            f"target: {given!r}: environment variables are not expanded; write os.path.expandvars({given!r}), or "
+            f"{f'./{given}'!r} for a folder of this name"
+        )
+    path = Path(given)
+    is_relative = not path.is_absolute() and not given.startswith("~")
+    if is_relative and _is_in_run_of_deployment():
+        raise InvalidInput(
+            f"target {given!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: it "
+            f"would be below the working directory of this run, {Path.cwd()}, which its worker deletes or another run "
+            "does not have. Nothing was written: pass /absolute/path, a URI such as s3://bucket/runs, or the type/name "
+            "of a saved block"
+        )
+    return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
 
 
 def _is_in_run_of_deployment() -> bool:

@@ -76,7 +76,7 @@ def resume(
             Default: the number in the journal.
         samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old one continue.
-        rerun_errored: retry errored trials; `only` trains no others.
+        rerun_errored: retry errored trials, with their configurations; `only` trains no others.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
         fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. No checkpoint is

@@ -111,7 +111,7 @@ def tune(
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
-        rerun_errored: retry trials that errored in an earlier run; `only` trains no others.
+        rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
             `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and are not counted.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -77,7 +78,7 @@ TESTED = {
     RECIPES / "dask.md": {"python", "bash"},
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
-    DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/deploy/test_deployment_parameters.py
+    DEPLOYMENTS: {"python", "bash", "json", "toml"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
     TRUST: {"text"},  # in tests/flows/searching/test_trust.py
@@ -178,11 +179,22 @@ def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
 @pytest.mark.timeout(400)
 def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
-    runs = [each for each in blocks_of(DEPLOYMENTS) if each.language != "json"]
+    runs = [each for each in blocks_of(DEPLOYMENTS) if each.language in {"python", "bash"}]
     done = run_blocks(runs, tmp_path, environment)
     assert done.returncode == 0, done.stdout
     assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
     assert "created  maintain/hourly" in done.stdout
+
+
+def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(the_block(DEPLOYMENTS, "toml").code)
+    (tmp_path / "my_project").mkdir()
+    (tmp_path / "my_project" / "train.py").touch()
+    # As `pip install -e .` would, but from what is installed here, and not into it.
+    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    subprocess.run([sys.executable, *build], cwd=tmp_path, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "my_project/train.py" in ZipFile(wheel).namelist()
 
 
 def test_the_page_on_resuming_works_and_its_trainable_asks_and_goes_on_as_it_is_answered(

@@ -39,6 +39,8 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 @pytest.mark.timeout(900)
 def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     stores, dask = RECIPES / "object-stores.md", RECIPES / "dask.md"
+    (script,) = blocks(dask, "python")
+    (tmp_path / "script.py").write_text(script.code)
     with moto_server() as url:
         keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
         boto3.Session().client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
@@ -46,7 +48,8 @@ def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_
             Block(each.language, each.code.replace("http://minio.example.com:9000", url))
             for each in blocks(stores, "python", "bash")
         ]
-        done = run_blocks([*there, *blocks(dask, "python")], tmp_path, {"PREFECT_API_URL": prefect_server})
+        as_script = Block("bash", "python script.py")  # whose processes import it again
+        done = run_blocks([*there, as_script], tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
 
 

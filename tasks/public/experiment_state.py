@@ -35,11 +35,11 @@ __all__ = ["restore_experiment_state", "sync_experiment_state"]
 def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
     """Take an experiment over for this flow run and return its state; create it if it does not exist.
 
-    From then on the saves of every other run fail, those of an earlier try of this run too. A checkpoint whose save was
-    killed just before it was journaled is adopted, and trials that were running wait to be continued. The first
-    `save_checkpoint` of a flow run does the same: call this first to fence an earlier run off before the training, or
-    to see which trials have finished. To look without taking anything over, use `pt.load_results`. A warning in the
-    log says so if the experiment is new, and its name is similar to that of another one on the target.
+    From then on the saves of every other run fail, and so do those of an earlier try of this run. A checkpoint whose
+    save was killed just before it was journaled is adopted, and trials that were running wait to be continued. The
+    first `save_checkpoint` of a flow run does the same: call this first to fence an earlier run off before the
+    training, or to see which trials have finished. To look without taking anything over, use `pt.load_results`. If the
+    experiment is new, and its name is similar to that of another one on the target, a warning in the log says so.
 
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
@@ -83,9 +83,9 @@ def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, e
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; it is added if it is new.
-        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps that are in the
-            journal already are left out: those up to the newest one of this attempt, or, where the attempt has yet to
-            begin, up to the checkpoint that it continues from. A checkpoint journals its own step.
+        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps that the journal
+            has already are left out: all up to the newest step of this attempt. Before the attempt begins, all up to
+            the checkpoint that it continues from. `save_checkpoint` journals the step of its checkpoint itself.
         config: the trial's configuration, for a new trial; one that exists must have the same.
         status: how the trial ends: `completed` for good; `paused`, to be continued by a later run; `errored`. A later
             save continues any of them. Default: it does not end.
@@ -138,8 +138,8 @@ def _begun(found: Trial | None, asked: SyncArguments) -> Sequence[Event]:
 def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
     """Return the reports that are not in the journal yet.
 
-    A trial that does not run continues from its newest checkpoint, so that later steps are trained again, and are new.
-    But one that has ended by the same reports is complete: the same call is made a second time.
+    A trial that is not running continues from its newest checkpoint: it trains later steps again, so their reports are
+    new. An exception is a trial that these same reports have ended: then the call is a repetition, and nothing is new.
     """
     if found is None:
         return reports

@@ -56,6 +56,7 @@ READ: dict[str, StorageTarget] = {
     "./runs/first": LocalTarget(path=str(HERE / "runs/first")),
     "../runs": LocalTarget(path=str(HERE.parent / "runs")),
     "runs": LocalTarget(path=str(HERE / "runs")),
+    "./$HOME/runs": LocalTarget(path=str(HERE / "$HOME/runs")),
     "runs/first/second": LocalTarget(path=str(HERE / "runs/first/second")),
     "memory://runs": FsspecTarget(location="memory://runs"),
     "ftp://me@host/runs": FsspecTarget(location="ftp://me@host/runs"),
@@ -81,6 +82,8 @@ REFUSED = {
     "runs/first": r"'runs' is not a type of target block; write './runs/first' for a folder",
     "s3target/prod": r"'s3target' is not a type of target block; .* the block 's3-target/prod'",
     "~nobody-at-all/runs": "this user has no home folder",
+    "$HOME/runs": r"variables are not expanded; write os.path.expandvars\('\$HOME/runs'\), or './\$HOME/runs'",
+    "${HOME}": "variables are not expanded",
     "/runs\0/first": "without NUL",
     "sync-config/mine": "'sync-config' is not a type of target block",
 }

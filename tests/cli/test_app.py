@@ -81,6 +81,7 @@ def test_the_help_of_each_command_fits_80_columns_whole(run: Run, command: list[
     done = run(*command, "--help", columns=80)
     assert done.code == 0
     assert "…" not in done.out
+    assert "bool" not in done.out.lower(), "a flag takes no value"
     assert max(map(len, done.out.splitlines())) <= 80
 
 

@@ -67,6 +67,29 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         ),
     ),
     ("Ray's name", {"local_dir": "x"}, "local_dir: pt.tune has no such parameter; did you mean 'target'?"),
+    ("Optuna's name", {"n_trials": 3}, "n_trials: pt.tune has no such parameter; did you mean 'num_samples'?"),
+    ("Optuna's direction", {"direction": 3}, "direction: pt.tune has no such parameter; did you mean 'mode'?"),
+    (
+        "a scheme",
+        {"target": "s4://bucket/runs"},
+        (
+            "target: 's4://bucket/runs': unknown scheme 's4'; known are abfs, abfss, az, azure, file, gcs, gs, s3, "
+            "s3a, s3n, wasb, wasbs, and fsspec's and pyarrow's"
+        ),
+    ),
+    (
+        "a password",
+        {"target": "s3://me:secret@bucket/runs"},
+        "target: s3://…@bucket/runs: expected no credentials in a URI: use a block or the environment",
+    ),
+    (
+        "a name",
+        {"experiment": "my exp"},
+        (
+            "experiment: name 'my exp': expected 1 to 128 letters, digits, '.', '_', '=' or '-', starting with a "
+            "letter or digit and without '..': it becomes a folder on the target"
+        ),
+    ),
     ("a misspelt one", {"metrics": "x"}, "metrics: pt.tune has no such parameter; did you mean 'metric'?"),
     (
         "a class",

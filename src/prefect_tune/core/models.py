@@ -42,7 +42,8 @@ Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-_SURELY_READ = 100  # brackets: each opens at most one level
+_SURELY_READ = 100
+"""With at most this many opening brackets a JSON text is not nested too deeply to be read: each opens one level."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -50,12 +51,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Value(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
-    # A NaN is dumped as a NaN, for `canonical_json` to refuse; pydantic's default makes it a null.
+    # Pydantic's default writes a NaN as null; as a NaN it is refused by `canonical_json`.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def model_post_init(self, _context: object, /) -> None:
-        # No code asks which fields were given, and a set in each value is more than a quarter of its memory:
-        # 60 MiB for ten thousand trials. So `exclude_unset` excludes nothing.
+        # Pydantic stores in each value the set of the fields that were given. No code reads it, and it takes more than
+        # a quarter of a value's memory: 60 MiB for ten thousand trials. So all values of a class share one set, of all
+        # fields, and `exclude_unset` excludes nothing.
         object.__setattr__(self, "__pydantic_fields_set__", _fields_of(type(self)))
 
     def __copy__(self) -> Self:
@@ -94,7 +96,7 @@ def without_none(dumped: dict[str, object], *names: str) -> dict[str, object]:
 
 
 def without_unset(dumped: dict[str, object], *names: str) -> dict[str, object]:
-    """Return a dumped value without those of `names` that are empty, 0 or False, for the same reason."""
+    """Return a dumped value without those of `names` that are empty, 0 or False: old documents stay unchanged."""
     return {name: value for name, value in dumped.items() if value or name not in names}
 
 

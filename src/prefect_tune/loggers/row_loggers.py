@@ -148,7 +148,7 @@ def _cell(value: object) -> object:
 
 
 class RowLogger(FolderLogger, ABC):
-    """Writes the rows, and `params.json`, into each trial's folder."""
+    """Writes a file of rows, one for each step, and `params.json` into the folder of each trial."""
 
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
         super().__init__(directory)

@@ -45,16 +45,16 @@ class ArtifactContent:
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """What one artifact has for ever: the key, and the task run."""
+        """The key and the task run: these of an artifact never change."""
         return self.key, self.task_run
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierArtifacts:
-    """What earlier runs, or an earlier process of this run, may have left: a killed process deletes nothing."""
+    """Artifacts that may exist already: earlier runs, or a killed process of this run, did not delete them."""
 
     kept: frozenset[str]
-    """Keys of which a run has one artifact: this process continues that of its own run."""
+    """Keys with one artifact in each run: this process updates the artifact of its run."""
     deleted: frozenset[str]
     """Keys of artifacts that do not outlive their process."""
     prefix: str

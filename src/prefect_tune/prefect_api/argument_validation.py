@@ -21,8 +21,10 @@ from prefect.utilities.collections import visit_collection
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
+from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.did_you_mean import did_you_mean, did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import valid_name
 
 _CALLS = frozenset({"return_state", "wait_for"})
 """Keyword arguments that Prefect consumes itself."""
@@ -30,7 +32,7 @@ _MAKES = frozenset({"trainable", "callbacks"})
 """Parameters that accept a class, or report a class with an error of their own."""
 _SECRET = frozenset({"target", "sync"})
 """Parameters whose values never appear in an error: they may hold credentials."""
-_RAYS: Mapping[str, tuple[str, ...]] = {
+_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "storage_path": ("target",),
     "local_dir": ("target",),
     "upload_dir": ("target",),
@@ -43,8 +45,23 @@ _RAYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint_config": ("checkpoint", "retention"),
     "checkpoint_freq": ("checkpoint",),
     "keep_checkpoints_num": ("retention",),
+    "n_trials": ("num_samples",),
+    "direction": ("mode",),
+    "directions": ("mode",),
+    "sampler": ("search",),
+    "pruner": ("scheduler",),
+    "study_name": ("experiment",),
+    "storage": ("target",),
+    "load_if_exists": ("resume",),
+    "timeout": ("time_budget_seconds",),
+    "n_jobs": ("max_concurrent_trials",),
+    "objective": ("trainable",),
+    "func": ("trainable",),
+    "search_space": ("space",),
 }
-"""Ray Tune's parameter names, and their equivalents here."""
+"""Parameter names of Ray Tune and Optuna, and their equivalents here."""
+_CHECKS: Mapping[str, Callable[[Any], object]] = {"target": validate_target, "experiment": valid_name}
+"""What the flow checks first, here before there is a flow run. Neither needs the target or the Prefect server."""
 _EXPECTED = {
     "bool": "True or False",
     "dict": "a dict",
@@ -143,7 +160,7 @@ def _require_known(flow: Flow[..., Any], given: Iterable[str]) -> None:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     there = list(known)
-    ours = [each for each in _RAYS.get(name, ()) if each in there]
+    ours = [each for each in _ELSEWHERE.get(name, ()) if each in there]
     return f"; did you mean {ours[0]!r}?" if ours else f"; {did_you_mean_or_has(name, there)}"
 
 
@@ -193,6 +210,16 @@ def _wrong(flow: Flow[..., Any], name: str, value: object) -> str | None:
         _adapter(flow.fn, name).validate_python(value)
     except ValidationError as error:
         return _described(name, value, error.errors(include_url=False))
+    return _refused(name, value)
+
+
+def _refused(name: str, value: object) -> str | None:
+    if value is None or name not in _CHECKS:
+        return None
+    try:
+        _CHECKS[name](value)
+    except InvalidInput as refused:
+        return f"{name}: {str(refused).removeprefix(f'{name}: ')}"
     return None
 
 

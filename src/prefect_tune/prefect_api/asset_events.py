@@ -1,8 +1,8 @@
 """Events by which Prefect records assets, emitted without a task run for each.
 
-`@materialize` emits the same events when its task run ends; but that is a task run for each checkpoint and each better
-model (34 to 41 ms of a server's CPU time, against 0.07 ms for an event), and those are often the work of another
-process. A test compares the events with those of `@materialize`.
+`@materialize` emits the same events when its task run ends. That would need a task run for each checkpoint and each
+better model: 34 to 41 ms of a server's CPU time, against 0.07 ms for an event. Also, another process often writes the
+checkpoint. A test compares the events with those of `@materialize`.
 
 To ask upstream: a function that records a materialization outside of a task.
 """

@@ -42,7 +42,14 @@ def can_be_suspended() -> bool:
     """Whether this flow run can be suspended: it is of a deployment, whose worker starts it again, and no subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return run is not None and run.deployment_id is not None and run.parent_task_run_id is None
+    return is_of_deployment() and run is not None and run.parent_task_run_id is None
+
+
+def is_of_deployment() -> bool:
+    """Whether this flow run is of a deployment: Prefect's UI offers *Retry* for no other."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return run is not None and run.deployment_id is not None
 
 
 def leave_with(form: type[RunInput], about: str) -> NoReturn:

@@ -29,7 +29,14 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
-from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
+from prefect_tune.suspension.suspend_flow_run import (
+    Shown,
+    can_be_suspended,
+    is_of_deployment,
+    leave_with,
+    leave_without,
+    pause_with,
+)
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
@@ -218,7 +225,8 @@ def resumable(state: Experiment) -> str:
     trials = list(state.trials.values())
     open_ones = [each for each in trials if each.phase not in ENDED]
     saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
-    again = "run it again, with Retry or under the same experiment name, to resume"
+    again = "press Retry, or run it" if is_of_deployment() else "run it"
+    again = f"{again} again under the same experiment name, to resume"
     if not open_ones:
         return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
     if len(trials) == 1:

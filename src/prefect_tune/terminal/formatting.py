@@ -21,6 +21,7 @@ _LEAST_RANGE = 4
 """The shortest run of steps that is written as a range."""
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _NAMED = 3
+_PACKAGE = "prefect_tune"
 
 
 def visible(text: str) -> str:
@@ -134,12 +135,16 @@ def _range(steps: Sequence[int]) -> str:
 
 
 def error_of(reason: str) -> str:
-    """Return the error of a trial in one line, with the line of code if there is one: `KeyError: 'lr' (train.py:9)`."""
+    """Return the error of a trial in one line, with the last line of code outside this package, if there is one.
+
+    Such as `KeyError: 'lr' (train.py:9)`.
+    """
     error = error_in(reason)
-    if not (frames := _FRAME.findall(reason)):
+    frames = [(PurePath(path), line) for path, line in _FRAME.findall(reason)]
+    if not (users := [each for each in frames if _PACKAGE not in each[0].parts]):
         return error
-    path, line = frames[-1]
-    return f"{error} ({PurePath(path).name}:{line})"
+    path, line = users[-1]
+    return f"{error} ({path.name}:{line})"
 
 
 def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:

@@ -9,6 +9,7 @@ from prefect_tune.core.errors import SearchFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import leaves, plural
+from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results.results import Results
 from prefect_tune.terminal.formatting import errors_by_cause, visible
 from prefect_tune.tuner.metric_check import MetricCheck, never_last
@@ -63,7 +64,7 @@ def _all_errored(results: Results, skipped: int) -> str:
         else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )
     traceback = f"prefect-tune show {results.target.uri} {name} --trial {first.trial}"
-    return f"experiment {name!r}: {visible(errored)}. {retried}. Traceback: {traceback}"
+    return f"experiment {name!r}: {visible(errored)}. {retried}; {KEEPS_CONFIGURATIONS}. Traceback: {traceback}"
 
 
 def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:

@@ -1,4 +1,4 @@
-"""The summary that a search logs when it opens its experiment: what it found, and what it is about to do."""
+"""The summary that a search logs when it opens its experiment, and its last line if there was nothing to train."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, named
-from prefect_tune.core.experiment.trial_transitions import Phase, Status
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.trial_slots import Slots
@@ -42,6 +42,24 @@ def warn_of_takeover(found: Experiment, log: Log) -> None:
             visible(str(found.owner)),
             plural(running, "trial", "trials"),
         )
+
+
+def log_finished(found: Experiment, ended: Experiment, log: Log) -> None:
+    """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained."""
+    if (
+        found.trials
+        and all(each.phase in ENDED for each in found.trials.values())
+        and _attempts(found) == _attempts(ended)
+    ):
+        log.info(
+            "experiment %r was finished already, and this run trained nothing: to train more, raise num_samples or "
+            "stop, or choose another experiment name",
+            found.name,
+        )
+
+
+def _attempts(experiment: Experiment) -> Mapping[str, int]:
+    return {name: each.attempt for name, each in experiment.trials.items()}
 
 
 def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Iterator[str]:

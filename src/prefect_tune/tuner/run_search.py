@@ -74,7 +74,7 @@ from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
-from prefect_tune.tuner.opening_summary import log_opening, warn_of_takeover
+from prefect_tune.tuner.opening_summary import log_finished, log_opening, warn_of_takeover
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
@@ -140,6 +140,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 )
                 ended = driver.run(stop_requests)
                 say_code(ended, now, CODE_UNUSED, log)
+                log_finished(state, ended, log)
                 return ended
 
     with as_one_owner(turn):

@@ -180,7 +180,7 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
         (
             ["--set", "lr=logunif(1,2)"],
-            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'",
+            "--set 'lr=logunif(1,2)': unknown distribution 'logunif'; did you mean 'loguniform'? write a text",
         ),
         (
             ["--set", "lr=loguniform(0.1,1e-4)"],
@@ -228,7 +228,13 @@ def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ("my_trian:Net", "trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here?"),
+        (
+            "my_trian:Net",
+            (
+                "trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here, or its folder "
+                "in PYTHONPATH?"
+            ),
+        ),
         (
             "tests.trainables.moody:Mody",
             "trainable 'tests.trainables.moody:Mody': module 'tests.trainables.moody' (*) has no 'Mody'; did you mean*",

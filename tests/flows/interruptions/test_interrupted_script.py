@@ -53,7 +53,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
     assert process.returncode == -signal.SIGINT
     last = said.splitlines()[-1]
     assert last.startswith("KeyboardInterrupt: experiment 'e': ")
-    assert last.endswith("; run it again, with Retry or under the same experiment name, to resume")
+    assert last.endswith("; run it again under the same experiment name, to resume")
     trace = said[said.index("Traceback") :]
     assert "flow_engine.py" not in trace
     assert trace.count("\n  File ") <= 2

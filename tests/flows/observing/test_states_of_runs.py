@@ -14,6 +14,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.cli import main
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results.results import Results
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
@@ -185,7 +186,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
     assert state.is_failed()
     asked = "to retry with the code as it is now, pass rerun_errored=True (prefect-tune resume "
     assert f"1 errored trial was not retried: {asked}" in str(state.message)
-    assert f"{NAME} --rerun-errored)" in str(state.message)
+    assert f"{NAME} --rerun-errored); {KEEPS_CONFIGURATIONS}. Traceback: " in str(state.message)
     assert state.result(raise_on_failure=False).results.trials["00000"].attempt == 1
     more = pt.resume(NAME, space={"x": 0.1}, num_samples=2, **again)
     assert [str(each.status) for each in more.trials.values()] == ["errored", "completed"]
@@ -263,3 +264,8 @@ def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplo
     searched(local_target, [0.1, 0.05])
     found = "2 trials found: 1 completed, 1 errored; best: trial 00001, errored, loss 0.05"
     assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages
+    finished = "experiment 'shown' was finished already, and this run trained nothing: "
+    assert sum(each.startswith(finished) for each in caplog.messages) == 1
+    caplog.clear()
+    searched(local_target, [0.1, 0.05], rerun_errored=True)
+    assert finished not in caplog.text

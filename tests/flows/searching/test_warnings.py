@@ -12,7 +12,13 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
-from prefect_tune.parameters.checks.resume_compatibility import CODE_TRAINS, say_code, say_errored, say_space
+from prefect_tune.parameters.checks.resume_compatibility import (
+    CODE_TRAINS,
+    KEEPS_CONFIGURATIONS,
+    say_code,
+    say_errored,
+    say_space,
+)
 from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.searches.experiments import after
@@ -59,6 +65,7 @@ def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest
     assert caplog.messages == []
     say_errored(state, planned(), LOG)
     assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
+    assert caplog.messages[0].endswith(KEEPS_CONFIGURATIONS)
 
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:

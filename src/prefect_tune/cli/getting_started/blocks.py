@@ -8,13 +8,13 @@ from dataclasses import asdict
 
 import typer
 
-from prefect_tune.cli.shared.app import PANELS, AsJson, Target, app
+from prefect_tune.cli.shared.app import PANELS, AsJson, Command, Group, Target, app
 
-blocks = typer.Typer(help="Register and check the blocks of storage targets.", no_args_is_help=True)
+blocks = typer.Typer(cls=Group, help="Register and check the blocks of storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
 
 
-@blocks.command("register")
+@blocks.command("register", cls=Command)
 def register_blocks() -> None:
     """Register the block types with your Prefect server, so that its UI has their forms."""
     from prefect_tune.blocks import SyncConfig
@@ -29,7 +29,7 @@ def register_blocks() -> None:
             print(kind.get_block_type_slug())
 
 
-@blocks.command("check")
+@blocks.command("check", cls=Command)
 def check_target(target: Target, as_json: AsJson = False) -> None:
     """Write, read, list and delete a test object, and print in one line whether TARGET works."""
     from prefect_tune.blocks import resolve_target

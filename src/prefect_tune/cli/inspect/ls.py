@@ -93,7 +93,7 @@ def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]
 def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
     stale = [row.experiment for row, fresh in rows if fresh.is_stale]
     if stale:
-        print_parts("", f"updates are missing, so that the process has probably ended: {', '.join(stale)}")
+        print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
 
 
 def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:

@@ -8,7 +8,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.terminal.formatting import visible
@@ -31,10 +31,32 @@ COMMANDS: Mapping[str, Sequence[str]] = {
 _ORDER = [name for names in COMMANDS.values() for name in names]
 
 
-class _InOrder(TyperGroup):
+class Group(TyperGroup):
+    """A group of commands, without the type of flags in its help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
+        return _without_type_of_flags(super().get_params(ctx))
+
+
+class Command(TyperCommand):
+    """A command, without the type of flags in its help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type_of_flags(super().get_params(ctx))
+
+
+def _without_type_of_flags(parameters: list[Any]) -> list[Any]:
+    """Leave `<bool>` out of the help: typer shows it for a flag, as if the flag took a value."""
+    for each in parameters:
+        if getattr(each, "is_flag", False):
+            each.metavar = ""
+    return parameters
+
+
+class _InOrder(Group):
     """Lists groups such as `blocks` in their place among the commands."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # the class of `ctx` depends on typer's version
+    def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=_ORDER.index)
 
 
@@ -64,7 +86,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def command(function: _Function) -> _Function:
     """Add a command to the application: its module, `cli/PANEL/NAME.py`, gives its name and its panel."""
     *_, panel, name = function.__module__.split(".")
-    return app.command(name, rich_help_panel=PANELS[panel])(function)
+    return app.command(name, cls=Command, rich_help_panel=PANELS[panel])(function)
 
 
 def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:

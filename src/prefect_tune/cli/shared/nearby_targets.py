@@ -22,10 +22,10 @@ _MOST = 5
 
 
 def require_folder(place: StorageTarget | LocalFolder) -> None:
-    """Require that the folder of a target on this machine exists, as far as this user may know.
+    """Require that the folder of a local target exists; a folder that this user may not look up passes.
 
     Raises:
-        InvalidInput: it does not. The message has the folder beside it with a similar name, or some that are there.
+        InvalidInput: it does not exist. The message names a similar folder beside it, or some that exist there.
     """
     if isinstance(place, LocalFolder):
         return

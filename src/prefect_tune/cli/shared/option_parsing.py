@@ -18,7 +18,7 @@ _RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
 _DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
 _TORN = re.compile(rf"\s*({'|'.join(_DOMAINS)})\s*[(\[{{]")
 _NOT_PLAIN = re.compile(r"""["'()\[\]{}]""")
-_QUOTED = "; write a text in quotes: '\"...\"'"
+_QUOTED = "write a text in quotes: '\"...\"'"
 
 
 def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
@@ -88,11 +88,12 @@ def _value(text: str, setting: str) -> Any:
     call = _CALL.fullmatch(text.strip())
     if call is None:
         if torn := _TORN.match(text):
-            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) in round brackets{_QUOTED}")
+            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) in round brackets; {_QUOTED}")
         return _plain(text)
     name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
-        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{did_you_mean(name, _DOMAINS)}{_QUOTED}")
+        meant = did_you_mean(name, _DOMAINS) or ";"
+        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{meant} {_QUOTED}")
     is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 

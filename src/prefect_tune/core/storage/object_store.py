@@ -26,8 +26,8 @@ class ObjectStore(Protocol):
     """Immutable objects under relative, normalized, `/`-separated paths.
 
     Every method ends within the store's deadline and may raise `StoreUnavailable`
-    (`DeadlineExceeded` among them: transient, nothing is left running) or `StoreRefused`
-    (credentials, permission, bucket: retrying does not help). A store makes no decisions, and retries
+    (transient; one of its subclasses is `DeadlineExceeded`, after which nothing is left running) or
+    `StoreRefused` (credentials, permission, bucket: retrying does not help). A store makes no decisions, and retries
     only as its client does within the deadline.
     Methods may be called from several threads at once.
     """

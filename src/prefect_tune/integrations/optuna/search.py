@@ -1,8 +1,8 @@
 """A search by any of Optuna's samplers, whose proposals depend only on the journal, so that a resume is exact.
 
-Optuna draws from a generator that runs on, and keeps what a sampler notes down in its storage. Here each proposal is
-drawn by a fresh copy of the sampler, seeded by the experiment's seed and the number of the trial, and what was noted
-down is rebuilt by recalling the trials in their order.
+In Optuna one random generator serves all trials, and a sampler keeps its notes on trials in Optuna's storage. Here a
+fresh copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. A resume
+rebuilds the notes: it replays the trials in their order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OptunaSearch(Search):
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. What one leaves out is sampled."""
     constraints: Constraints | None = field(default=None, kw_only=True)
-    """For TPE, GP, NSGA-II and NSGA-III; a function gives the same for the same, and as many numbers each time."""
+    """For TPE, GP, NSGA-II and NSGA-III. A function must be deterministic, and always return as many numbers."""
 
     def __post_init__(self) -> None:
         count: object = self.num_samples
@@ -95,7 +95,7 @@ class OptunaSearch(Search):
 
 
 class _OptunaProposals(Proposals):
-    """A study of what the journal says of each trial, and of what the sampler noted down at it."""
+    """An Optuna study with the trials of the journal, and with the sampler's notes on them."""
 
     def __init__(
         self, search: OptunaSearch, space: Mapping[str, object], objective: Objective, sampler: SeededSampler
@@ -175,10 +175,10 @@ class _OptunaProposals(Proposals):
     def _came_to(
         self, number: int, last: StepReport, *, was_stopped: bool
     ) -> tuple[TrialState, Sequence[float] | None]:
-        """Return what a trial is to Optuna by its last report.
+        """Return the state and the values of a trial in Optuna's terms, by its last report.
 
         Raises:
-            BadMetric: it lacks a metric that counts, or one that a constraint is made of.
+            BadMetric: the report lacks a metric of the objective or of a constraint.
         """
         self.reported(number, last)
         self._describe(*self._seen[number], last, f"trial {number}")
@@ -187,7 +187,7 @@ class _OptunaProposals(Proposals):
         return TrialState.COMPLETE, values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-        """A trial that Optuna was never asked for; of what the sampler notes down at its own it has nothing."""
+        """Add a trial of another experiment; the sampler, which did not propose it, has no notes on it."""
         known = parameters_in(self._readable, self._domains, config)
         if known is None or not (known.is_whole or self._sampler.sees_parts):
             return False
@@ -210,23 +210,23 @@ class _OptunaProposals(Proposals):
         return len(self._objective.metrics) == 1
 
     def _check_points(self) -> None:
-        """Optuna's grid has nothing to fill in with: only a whole point can stand beside it."""
+        """Require whole points for a grid: Optuna's grid sampler cannot draw the missing values of a point."""
         for point, fixed in self._waiting:
             if self._sampler.draws_nothing and self._domains.keys() - fixed.keys():
                 raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
 
     def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        """Return what was fixed in the point that `config` is; from now on that waits no longer."""
+        """Return the values that the point of `config` fixes, and remove that point from the waiting ones."""
         given = (index for index, (point, _) in enumerate(self._waiting) if holds(config, point))
         index = next(given, None)
         return _NOTHING if index is None else self._waiting.pop(index)[1]
 
     def _ask(self, number: int, fixed: Mapping[str, object]) -> tuple[FrozenTrial, dict[str, object]]:
-        """Have the sampler propose, with the chance of this number, parameters in the order of the space."""
+        """Let the sampler, seeded for this number, propose the parameters in the order of the space."""
         drawn = dict(fixed)
 
         def draw(name: str, domain: Domain) -> float:
-            # Also where it is fixed: Optuna is to know of it before it draws what hangs together with it.
+            # Also for fixed values: Optuna must know them before it draws parameters that depend on them.
             stored = trial._suggest(name, distribution_of(domain))  # noqa: SLF001 - as suggest_float and the others do
             value = drawn.setdefault(name, drawn_from(domain, stored))
             assert isinstance(value, int | float), name  # noqa: S101 - what is fixed was read from the same space
@@ -244,19 +244,19 @@ class _OptunaProposals(Proposals):
         return {name: stored_as(self._domains[name], value) for name, value in fixed.items() if name in self._domains}
 
     def _keep(self, number: int, config: Mapping[str, object], trial: FrozenTrial, known: Parameters) -> None:
-        """Have the study hold what it would hold after a resume, whichever way the trial came."""
+        """Store the trial in the study as a resume would, whether it was proposed now or read from the journal."""
         notes = trial.system_attrs if self._sampler.is_replayed_by_asking else {}
         corrected = self._trials.correct(trial, known, notes)
         self._seen[number] = (corrected._trial_id, config)  # noqa: SLF001 - its one name in a storage
         self._tried.add(_identity(corrected))
 
     def _reopen(self, number: int) -> None:
-        """Have a trial run that had ended, if it did: it was resumed to train on."""
+        """Set an ended trial to running again: it was resumed."""
         if self._trials.reopen(self._seen[number][0]):
             self._sampler.forget()
 
     def _describe(self, trial_id: int, config: Mapping[str, object], last: StepReport, whose: str) -> None:
-        """Have the trial know its metrics, for the sampler's own functions, and how far it is from feasible."""
+        """Store in the trial its metrics, which the sampler's own functions read, and its constraint violations."""
         for name, value in last.metrics.items():
             self._trials.set_trial_user_attr(trial_id, name, value)
         constraints = self._search.constraints
@@ -279,7 +279,7 @@ class _OptunaProposals(Proposals):
 
     def _tell(self, number: int, state: TrialState, values: Sequence[float] | None) -> None:
         trial = self._trials.get_trial(self._seen[number][0])
-        if self._sampler.ends_by_itself:  # it would only look, once more, for what is left
+        if self._sampler.ends_by_itself:  # its `after_trial` would only search the grid once more for what is left
             self._trials.set_trial_state_values(trial._trial_id, state, values)  # noqa: SLF001 - its one name
             return
         self._study.sampler = self._sampler.hearing(number)

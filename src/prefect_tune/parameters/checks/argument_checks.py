@@ -124,7 +124,8 @@ def _importable(name: str) -> str:
         raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if found is None:
         raise InvalidInput(
-            f"trainable {name!r}: there is no module {module!r}{_near(module) or '; is its project installed here?'}"
+            f"trainable {name!r}: there is no module {module!r}"
+            f"{_near(module) or '; is its project installed here, or its folder in PYTHONPATH?'}"
         )
     return name
 

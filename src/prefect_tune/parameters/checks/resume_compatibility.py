@@ -19,6 +19,10 @@ CODE_UNUSED = (
     "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
 )
 """The effect of changed code, when a trial starts, and at the end of a run that has started none."""
+KEEPS_CONFIGURATIONS = (
+    "a retried trial keeps its configuration: for configurations from a corrected space raise num_samples, or choose "
+    "another experiment name"
+)
 
 _FIXED = {
     "metric": "earlier decisions compared trials by the first one",
@@ -163,8 +167,9 @@ def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     if count and not plan.reruns_errored:
         log.warning(
             "%s not retried: to retry with the code as it is now, pass rerun_errored=True "
-            "(prefect-tune resume … --rerun-errored)",
+            "(prefect-tune resume … --rerun-errored); %s",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
+            KEEPS_CONFIGURATIONS,
         )
 
 

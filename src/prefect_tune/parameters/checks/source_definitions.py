@@ -65,7 +65,7 @@ def _why_not(module: str, path: Sequence[str], limits: _Limits) -> str:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - its parent packages are imported, which may raise anything
         return f"the source of {module} cannot be read: {error}"
     if spec is None:
-        return f"there is no module {module}; is its project installed here?"
+        return f"there is no module {module}; is its project installed here, or its folder in PYTHONPATH?"
     if tree is None:
         return f"{module} has no source"
     return _Source(spec, tree, limits).why_not(tree.body, path)

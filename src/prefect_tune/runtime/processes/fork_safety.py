@@ -1,8 +1,8 @@
 """Import a trainable once, in the process that its trials are forked from, if forks of that process are safe then.
 
-A fork has only the thread that forked. What other threads hold, and what a GPU driver or a socket shares with the
-parent, is broken in it, or hangs. So the import is inspected: not the libraries' names decide, but what they left in
-this process. https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
+A fork has only the thread that forked. Locks that other threads hold stay locked in it, and a GPU driver or a socket
+that it shares with the parent breaks or hangs. So this module inspects the process after the import: its threads,
+drivers and sockets decide, not the names of libraries. https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prefect_tune.runtime.processes.trial_process import (
     text_of,
 )
 
-# These say in their documentation, or warn at each fork, that a fork of a process that has imported them may hang.
+# Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
@@ -131,7 +131,7 @@ def _a_fork_ends() -> bool:
 def _threads() -> list[str]:
     """Return the names of the other threads: Python's, and those of libraries."""
     ours = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-    own = _thread_name(Path("/proc/self"))  # which a library's thread has too, unless the library names it
+    own = _thread_name(Path("/proc/self"))  # a library's thread inherits it, unless the library names the thread
     names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
     others = [each for each in names if each and each not in _FORK_SAFE_THREADS]
     return ours or sorted({f"a library's {each}" if each != own else "a library's" for each in others})
