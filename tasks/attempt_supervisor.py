@@ -25,6 +25,7 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.runtime.message_stream import MalformedMessage
+from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.search_link import Answer, SearchLink
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -93,7 +94,10 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
 
 
 def supervise(channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, link: SearchLink) -> Outcome:
-    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires."""
+    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
+
+    After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
+    """
     return _Supervisor(channel, commit_worker, plan, link).run()
 
 
@@ -225,7 +229,7 @@ class _Supervisor:
             self._channel.tell(StopAndSave())
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._plan.grace:
-            return None
+            return self._failed(Cause.PREEMPTED, "interrupted twice, and killed") if is_abandoned() else None
         uploading = self._committed < self._handed_over
         late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
         return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._plan.grace.total_seconds():g} s")

@@ -48,7 +48,8 @@ def retrying_until(abandoned: threading.Event) -> AbstractContextManager[None]:
     return _set_to(_abandoned, abandoned)
 
 
-def _is_abandoned() -> bool:
+def is_abandoned() -> bool:
+    """Return whether the process ends and waits no longer for the work of this context."""
     event = _abandoned.get()
     return event is not None and event.is_set()
 
@@ -73,7 +74,7 @@ def retrying_refusals() -> AbstractContextManager[None]:
 
 def may_pass(error: object) -> bool:
     """Return whether to retry after `error`: it may be temporary, and the work of this context is not abandoned."""
-    if _is_abandoned():
+    if is_abandoned():
         return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
     return refused or isinstance(error, StoreUnavailable | CommitUnknown)
@@ -94,12 +95,12 @@ def is_targets_failure(_task: Task[..., object], _task_run: TaskRun, state: Stat
     flow that fails at once when credentials expire would lose the steps since its last checkpoint.
     """
     error = state.result(raise_on_failure=False)
-    return may_pass(error) or (isinstance(error, StoreRefused) and not _is_abandoned())
+    return may_pass(error) or (isinstance(error, StoreRefused) and not is_abandoned())
 
 
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """As `is_transient`, for the first task of a run, without `StoreRefused`: that target has never served the run."""
-    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not _is_abandoned()
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_abandoned()
 
 
 def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from prefect.exceptions import TerminationSignal
 
 from prefect_tune import storage_retries
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.storage_retries import may_pass, retrying_refusals, with_retries
+from prefect_tune.storage_retries import is_abandoned, may_pass, retrying_refusals, with_retries
 from prefect_tune.supervisor import cancel_and_suspend
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 
@@ -27,6 +29,27 @@ class FlowTimedOut(TimeoutError):
 
 def _times_out(number: int, _frame: object) -> None:
     raise FlowTimedOut(number)
+
+
+HUNG = """
+import logging, os, signal, threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from prefect_tune.supervisor import cancel_and_suspend
+
+def work(stop):
+    os.kill(os.getpid(), signal.SIGINT)
+    stop.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(threading.Event().wait)  # for ever, as for a hung file system
+
+cancel_and_suspend.get_run_logger = logging.getLogger
+try:
+    cancel_and_suspend.interruptible(work, grace=timedelta(hours=1))
+except KeyboardInterrupt:
+    print("caught")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +141,30 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
         interruptible(work, grace=timedelta(0))
     assert ended.wait(10), "a thread of a task runner would keep the process from its end"
     assert found == [True, False]
+
+
+def test_a_second_interrupt_abandons_the_work_and_waits_for_its_last_entry() -> None:
+    journaled = threading.Event()
+
+    def work(stop: threading.Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        stop.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not is_abandoned():
+            time.sleep(0.001)
+        journaled.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(work, grace=timedelta(hours=1))
+    assert journaled.wait(60)
+
+
+@pytest.mark.timeout(300)
+def test_after_a_second_interrupt_the_process_does_not_wait_for_threads_that_wait_for_a_target() -> None:
+    ended = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stdout == "caught\n"  # the exception is raised as any other
+    assert "Traceback" not in ended.stderr
 
 
 def test_what_is_not_interrupted_returns_what_it_returns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.storage_retries import retrying_until
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -285,3 +287,13 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
     assert f"asked to stop; {said} " in found.message
     assert channel.sent == [StopAndSave()]
+
+
+def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(plan: TrialSpec) -> None:
+    asked, abandoned = line(), threading.Event()
+    asked.stop.set()
+    abandoned.set()
+    with retrying_until(abandoned):
+        found = supervise(FakeChannel([LOADED]), FakeLedger(), replace(plan, grace=timedelta(hours=1)), asked)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from prefect_tune.terminal import output_capture
-from prefect_tune.terminal.live_display import LiveDisplay, can_show, live_display
+from prefect_tune.terminal.live_display import LiveDisplay, can_show, end_display, live_display
 from prefect_tune.terminal.output_capture import OutputCapture
 
 
@@ -93,6 +93,22 @@ def test_the_table_stands_there_and_is_gone_afterwards(terminal: Terminal, broke
         wait_for(lambda: "a table of 80 x 24" in terminal.shown)
         assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is visible again
     wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
+    assert broken == []
+
+
+def test_a_table_can_be_ended_from_outside_and_what_is_printed_goes_on(
+    terminal: Terminal, broken: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal.read()
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    with live_display(table, broken.append, terminal.stream):
+        wait_for(lambda: "a table" in terminal.shown)
+        end_display()
+        wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
+        print("still here")
+        wait_for(lambda: "still here" in terminal.shown)
+        assert "a table" not in terminal.shown[terminal.shown.index("still here") :]
+    end_display()  # there is none any more
     assert broken == []
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from prefect.exceptions import TerminationSignal
@@ -19,11 +23,13 @@ from prefect.logging.handlers import APILogHandler
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
 from prefect_tune.storage_retries import retrying_until
+from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or after the grace period.
 _LAST_WORDS = timedelta(seconds=3)
 _SLICE_SECONDS = 0.5
+_LAST_MOMENT_SECONDS = 1.0
 
 
 def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
@@ -32,7 +38,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     The signal handlers of Prefect and Python stay in place: their exception arrives in the main thread, which only
     waits here, so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. After the signal
     `work` has `grace` plus 3 s; then the exception is raised even if `work` still runs, and nothing in it is retried
-    any more, since the process waits for its threads at exit. A second Ctrl-C does not wait.
+    any more, since the process waits for its threads at exit. A second Ctrl-C kills the trials and is raised within
+    1 s; if `work` still runs 1 s after the end of the main thread, for example since its target does not respond, the
+    process then ends by SIGINT, without it.
 
     Suspending the flow run sets `stop` too, without a time limit: the result of `work` is returned when it has
     ended, and `is_suspended()` tells the caller why. `work` also outlives the reader of this process's log.
@@ -52,6 +60,10 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
         stop.set()
         try:
             _wait_out(done, grace)
+        except KeyboardInterrupt:
+            abandoned.set()  # the supervisor of each trial kills it
+            _give_up(done)
+            raise
         finally:
             abandoned.set()
         send_log()
@@ -113,3 +125,23 @@ def _wait_out(done: Future[_T], grace: timedelta) -> None:
         log.error("the trial did not end in time; a resume continues from its last commit")
     elif error := done.exception():
         log.error("the trial failed while it was stopping: %s: %s", type(error).__name__, error)
+
+
+def _give_up(done: Future[_T]) -> None:
+    """Remove the live table, and give the ends of the killed trials 1 s to be journaled."""
+    # Before Python waits for threads of executors, which no public hook allows; Prefect uses the same function.
+    threading._register_atexit(partial(_end_without, done))  # type: ignore[attr-defined]  # noqa: SLF001
+    end_display()
+    get_run_logger().warning("interrupted again: every trial is killed")
+    _wait(done, _LAST_MOMENT_SECONDS)
+
+
+def _end_without(done: Future[_T]) -> None:
+    """At the exit of the interpreter: end the process by SIGINT if `done` is not done within 1 s."""
+    logging.raiseExceptions = False  # what still logs would print that Prefect can no longer send it
+    if not _wait(done, _LAST_MOMENT_SECONDS):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # it is closed, or None
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)

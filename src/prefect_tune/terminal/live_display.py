@@ -21,6 +21,7 @@ _PERIOD = timedelta(seconds=0.5)
 _SHARE = 0.05
 _PATIENCE = timedelta(seconds=2)
 _ONLY_ONE = threading.Lock()
+_shown: list[LiveDisplay] = []
 
 
 def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -52,12 +53,20 @@ def live_display(
         screen = LiveDisplay(draw, on_error, terminal, capture := OutputCapture(terminal))
         with captured(capture, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
             screen.start()
+            _shown.append(screen)
             try:
                 yield
             finally:
+                _shown.remove(screen)
                 screen.end()
     finally:
         _ONLY_ONE.release()
+
+
+def end_display() -> None:
+    """Remove the live table of this process, if there is one, before its `with` block ends; call it in any thread."""
+    for screen in tuple(_shown):
+        screen.end()
 
 
 class _Console(Console):

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.prefect_api import flow_with_server
 from tests.flows.driver import until
+from tests.flows.training import experiment_at
 from tests.trainables.moody import train
 
 SCRIPT = """
@@ -23,6 +25,18 @@ from tests.trainables.fragile import Fragile
 
 space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
 pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)
+"""
+
+SLOW_SCRIPT = """
+import sys, time
+import prefect_tune as pt
+
+def train(config):
+    pt.report({"loss": 1.0})
+    print("trains on", flush=True)
+    time.sleep(3600)
+
+pt.tune(train, {}, target=sys.argv[1], experiment="e", metric="loss", num_samples=2, grace_period_seconds=3600)
 """
 
 
@@ -57,6 +71,29 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
     trace = said[said.index("Traceback") :]
     assert "flow_engine.py" not in trace
     assert trace.count("\n  File ") <= 2
+
+
+@pytest.mark.timeout(900)
+def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server: str, tmp_path: Path) -> None:
+    script, said = tmp_path / "slow.py", tmp_path / "said"
+    script.write_text(SLOW_SCRIPT)
+    with said.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "runs")],
+            env={**os.environ, "PREFECT_API_URL": prefect_server},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    until(lambda: said.read_text().count("trains on") == 2, seconds=150, what=said.read_text)
+    process.send_signal(signal.SIGINT)
+    until(lambda: "asked to stop" in said.read_text(), seconds=60, what=said.read_text)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == -signal.SIGINT
+    text = said.read_text()
+    assert text.splitlines()[-1].endswith("to resume")
+    assert text.count("Traceback") == 1  # that of the script
+    state = experiment_at(pt.LocalTarget(path=str(tmp_path / "runs")), "e")
+    assert [each.status for each in state.trials.values()] == [Status.INTERRUPTED] * 2
 
 
 def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
