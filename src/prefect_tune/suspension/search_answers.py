@@ -7,7 +7,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.checks.resume_compatibility import code_note
+from prefect_tune.parameters.checks.code_change import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.call_path import call_path
 from prefect_tune.storage_retries import with_retries

@@ -32,18 +32,15 @@ from prefect_tune.monitoring.event_emitter import this_run
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
 from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import (
+from prefect_tune.parameters.checks.code_change import (
     CODE_TRAINS,
     CODE_UNUSED,
     require_code,
-    require_same,
     say_code,
-    say_errored,
-    say_space,
     settings_before_training,
-    with_seed_of,
 )
+from prefect_tune.parameters.checks.import_check import require_importable
+from prefect_tune.parameters.checks.resume_compatibility import require_same, say_errored, say_space, with_seed_of
 from prefect_tune.parameters.checks.search_limits import (
     SearchLimits,
     require_possible,

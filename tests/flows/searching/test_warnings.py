@@ -12,13 +12,8 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
-from prefect_tune.parameters.checks.resume_compatibility import (
-    CODE_TRAINS,
-    KEEPS_CONFIGURATIONS,
-    say_code,
-    say_errored,
-    say_space,
-)
+from prefect_tune.parameters.checks.code_change import CODE_TRAINS, say_code
+from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS, say_errored, say_space
 from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.searches.experiments import after
