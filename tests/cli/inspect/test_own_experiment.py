@@ -71,6 +71,7 @@ def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
         assert done.err.startswith(
             f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
-            "run that flow again with the same target and experiment, or Retry its last run, script "
+            "run that flow again with the same target and experiment, or, if it is of a deployment, Retry its last "
+            "run, script "
         )
     assert files_in(target) == before

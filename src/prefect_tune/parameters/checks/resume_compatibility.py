@@ -78,8 +78,8 @@ def _how_to_continue(state: Experiment) -> str:
     # The public tasks count the tries of their flow run; a trial that only they save has no trainable.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
-            "belongs to a flow of your own, not to a search: run that flow again with the same target and "
-            f"experiment, or Retry its last run, {owner}; it continues from the newest checkpoints"
+            "belongs to a flow of your own, not to a search: run that flow again with the same target and experiment, "
+            f"or, if it is of a deployment, Retry its last run, {owner}; it continues from the newest checkpoints"
         )
     return (
         "is a single training, not a search: call pt.durable_trainable(...) again, with the same target and experiment"
