@@ -35,6 +35,7 @@ from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop
 from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
 from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.trainable import require_saves
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
@@ -132,6 +133,8 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        if isinstance(self.trainable, type):
+            require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources
         return self
 

@@ -255,7 +255,8 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
     if (runner := runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
-    require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
+    # Elsewhere the first attempts tell.
+    require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     return _local_executor(spec, slots := slots_here(plan, max_workers_here())), slots
 
 
