@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
 from prefect_tune.notebook.cell_output import search_output
@@ -20,13 +23,13 @@ from prefect_tune.parameters.form_schema import (
     TargetField,
 )
 from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
-from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
+from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results.results import Results
 from prefect_tune.suspension.answers import chosen_before
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import no_experiment_at
-from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment
+from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment, fork_source
 from prefect_tune.trust.require_trusted import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched
 
@@ -125,20 +128,31 @@ def resume(
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: a resume starts at the last entry; to start at another one, name the fork: fork='name'")
+    options = {name: value for name, value in parameters.items() if name not in _WHICH}
+    plan_of = partial(_plan_of, where, options, trusted_here(trusted_packages))
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
+        if (source := fork_source(where, request)) is not None:
+            plan_of(source)  # it raises before the fork exists
         experiment = fork_experiment(where, request).name
     known = _found(where, experiment)
-    options = {name: value for name, value in parameters.items() if name not in _WHICH}
-    changed = {name: value for name, value in options.items() if name not in OF_THE_RUN and value is not None}
-    require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
-    if search is None and not chosen_before(known.experiment):  # a form has extended it since this run began
-        require_no_fewer(num_samples, known.experiment)
+    plan = plan_of(known.experiment)
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
+    return searched(plan, known)
+
+
+def _plan_of(
+    target: StorageTarget, options: Mapping[str, Any], trusted: Sequence[str], state: Experiment
+) -> SearchPlan:
+    """Return the plan that continues `state` with these options. Raises what `resume` raises for them."""
     run = {name: value for name, value in options.items() if name in OF_THE_RUN}
-    here = {"target": where, "experiment": experiment, "resume": "must"}
-    return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)
+    changed = {name: value for name, value in options.items() if name not in run and value is not None}
+    require_trusted(target, state, changed.keys(), trusted)
+    if options["search"] is None and not chosen_before(state):  # a form has extended it since this run began
+        require_no_fewer(options["num_samples"], state)
+    here = {"target": target, "experiment": state.name, "resume": "must"}
+    return from_settings(state.settings, {**run, **here}, changed)
 
 
 def _found(target: StorageTarget, experiment: str) -> LoadedJournal:

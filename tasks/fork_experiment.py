@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -29,11 +30,12 @@ from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.storage_retries import RETRYING
+from prefect_tune.storage_retries import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 
+_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
@@ -62,9 +64,31 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(minutes=10)) as store, transfer_pool() as transfers:
+    with _opened(target, request) as (store, transfers):
+        return _forked(store, target, request, transfers)
+
+
+def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
+    """Return the origin's state that the fork is to begin with, and write nothing; None if the fork has begun.
+
+    Also None if there is no origin: `fork_experiment` then says so. Raises what that raises.
+    """
+
+    def look() -> Experiment | None:
+        with _opened(target, request) as (store, transfers):
+            there = load(store, request.into, side_by_side=transfers)
+            if there.number or not load(store, request.experiment, side_by_side=transfers).number:
+                return None
+            return _past(store, request, there, transfers).experiment
+
+    return with_retries(look)
+
+
+@contextmanager
+def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[tuple[ObjectStore, ParallelMap]]:
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         try:
-            return _forked(store, target, request, transfers)
+            yield store, transfers
         except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
             where = f"experiment {request.experiment!r} at {target.uri}"
             raise ResumeFailed(f"{where}: {error}. Nothing was started") from error

@@ -22,6 +22,9 @@ class Resettable(pt.Trainable):
     def step(self) -> Mapping[str, object]:
         return {"loss": 1.0}
 
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Not called: its trials save nothing."""
+
     def reset_config(self, config: Mapping[str, object]) -> bool:
         del config
         return True

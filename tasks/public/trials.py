@@ -101,7 +101,7 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
     spec = replace(trial_spec(plan, stopper), trial=folder, apart=False)
     require_possible(spec)
     plain = storable_config(config)
-    require_importable(plan.trainable, plan.isolation, run_log())
+    require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
     return _trained(spec, plain, stopper)
 
 

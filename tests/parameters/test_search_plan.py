@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from inspect import Parameter, signature
 
+import pytest
+
+import prefect_tune as pt
 from prefect_tune.cli.shared.search_options import _OPTIONS, RUN
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
@@ -36,3 +39,15 @@ def test_whatever_a_resume_is_given_says_which_experiment_what_is_trusted_or_how
     given = {name: each.default for name, each in signature(resume.fn).parameters.items() if name not in which}
     assert given.keys() <= KEPT.keys()
     assert given == {name: KEPT[name] if name in OF_THE_RUN else None for name in given}
+
+
+class _NeverSaved(pt.Trainable):
+    def step(self) -> dict[str, object]:
+        return {"loss": 1.0}
+
+
+def test_a_class_that_cannot_save_is_refused_unless_its_cadence_never_saves() -> None:
+    with pytest.raises(ValueError, match="trainable _NeverSaved: expected the method `save_checkpoint`"):
+        SearchPlan(trainable=_NeverSaved, target="./nowhere", checkpoint=pt.Cadence(every_seconds=None))
+    never = pt.Cadence(every_seconds=None, at_end=False)
+    assert SearchPlan(trainable=_NeverSaved, target="./nowhere", checkpoint=never).checkpoint == never

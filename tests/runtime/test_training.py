@@ -349,3 +349,19 @@ def test_a_tensor_of_one_number_is_a_metric_and_one_of_two_is_none() -> None:
     assert storable({"loss": _Tensor([0.5])}, "metrics") == {"loss": 0.5}
     with pytest.raises(pt.BadMetric, match="found _Tensor"):
         storable({"loss": _Tensor([0.5, 1.0])}, "metrics")
+
+
+class _NeverSaved(pt.Trainable):
+    def setup(self, config: Config) -> None:
+        del config
+        raise AssertionError("it is set up before it is refused")
+
+    def step(self) -> Config:
+        return {"loss": 1.0}
+
+
+def test_a_class_that_cannot_save_fails_before_its_setup(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    (broke,) = trained(_NeverSaved)
+    assert isinstance(broke, Broke)
+    assert broke.cause is Cause.USER
+    assert "trainable _NeverSaved: expected the method `save_checkpoint`" in broke.message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
@@ -35,6 +35,7 @@ from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop
 from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
 from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.trainable import require_saves
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
@@ -129,6 +130,8 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        if isinstance(self.trainable, type):
+            require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources
         return self
 
@@ -265,21 +268,34 @@ def only_in_code(settings: Mapping[str, object]) -> list[str]:
     return list(names)
 
 
-def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
-    """Return the plan of an experiment from its settings, with the parameters of this `run` and those `changed`.
+class NotInJournal(InvalidInput):
+    """A resume needs parameters that the experiment's journal does not store, and that were not passed."""
 
-    Raises:
-        InvalidInput: the settings lack a parameter that only the code held, and `changed` does not pass it.
-            Missing callbacks are no error: they decide nothing.
-    """
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"resume: the journal of this experiment does not store {', '.join(map(repr, names))}; pass "
+            "it here, or call pt.tune(...) as before, with the same experiment name"
+        )
+        self.names = names
+
+
+def require_stored(settings: Mapping[str, object], changed: Collection[str]) -> None:
+    """Check that the settings hold what a resume needs, apart from what is `changed`. Raises as `from_settings`."""
     missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
     if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
         missing.insert(0, "trainable")
     if missing:
-        raise InvalidInput(
-            f"resume: the journal of this experiment does not store {', '.join(map(repr, missing))}; pass "
-            "it here, or call pt.tune(...) as before, with the same experiment name"
-        )
+        raise NotInJournal(missing)
+
+
+def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
+    """Return the plan of an experiment from its settings, with the parameters of this `run` and those `changed`.
+
+    Raises:
+        NotInJournal: the settings lack a parameter that only the code held, and `changed` does not pass it.
+            Missing callbacks are no error: they decide nothing.
+    """
+    require_stored(settings, changed)
     kept = {name: value for name, value in settings.items() if name in SearchPlan.model_fields}
     if "search" in changed:
         kept.pop("num_samples", None)  # it belonged to the earlier search

@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.runtime.trainable import require_trainable
+from prefect_tune.runtime.trainable import require_saves, require_trainable
 
 
 def load_named(name: str, parameter: str = "trainable") -> object:
@@ -58,9 +59,11 @@ def require_loadable(config: Mapping[str, object]) -> None:
     """Load the trainable that `config` names, and train nothing: itself a function trainable, for a trial's process.
 
     Raises:
-        InvalidInput: as `load_trainable`.
+        InvalidInput: as `load_trainable`, and as `require_saves` if `config` has a cadence.
     """
-    load_trainable(str(config["trainable"]))
+    loaded = load_trainable(str(config["trainable"]))
+    if isinstance(loaded, type) and config.get("cadence") is not None:
+        require_saves(loaded, Cadence.model_validate(config["cadence"]))
 
 
 def import_advice(error: BaseException) -> str:

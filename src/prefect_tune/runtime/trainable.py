@@ -16,6 +16,7 @@ from prefect_tune.core.messages.process_messages import Question, TrialEnded
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
+    from prefect_tune.core.checkpoints.cadence import Cadence
     from prefect_tune.core.journal_events.question_fields import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
@@ -90,6 +91,20 @@ def require_trainable_class(kind: type) -> type[Trainable]:
     if kind.step is Trainable.step:
         raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; write one that trains and returns metrics")
     return kind
+
+
+def require_saves(kind: type, cadence: Cadence) -> None:
+    """Require that a trainable class overrides `save_checkpoint`, unless its `cadence` never saves.
+
+    Raises:
+        InvalidInput: it does not: its first save would raise, after some time of training.
+    """
+    if getattr(kind, "save_checkpoint", None) is Trainable.save_checkpoint and not cadence.never_saves:
+        raise InvalidInput(
+            f"trainable {kind.__name__}: expected the method `save_checkpoint`, since its cadence saves, found none; "
+            f"write {kind.__name__}.save_checkpoint and {kind.__name__}.load_checkpoint, or pass "
+            "checkpoint=pt.Cadence(every_seconds=None, at_end=False) to save nothing and resume from the start"
+        )
 
 
 @dataclass(frozen=True)

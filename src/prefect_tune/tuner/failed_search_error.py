@@ -63,8 +63,10 @@ def _all_errored(results: Results, skipped: int) -> str:
         if skipped
         else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )
-    traceback = f"prefect-tune show {results.target.uri} {name} --trial {first.trial}"
-    return f"experiment {name!r}: {visible(errored)}. {retried}; {KEEPS_CONFIGURATIONS}. Traceback: {traceback}"
+    failed = f"experiment {name!r}: {visible(errored)}. {retried}; {KEEPS_CONFIGURATIONS}"
+    if "Traceback (most recent call last)" not in first.reason:  # its process has died
+        return failed
+    return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
 
 
 def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:

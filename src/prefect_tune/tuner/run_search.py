@@ -254,7 +254,8 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
         there = TaskRunnerLauncher(runner, plan.resources)
         where = f"by the {type(runner).__name__}"
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan), where
-    require_importable(plan.trainable, plan.isolation, get_run_logger())  # elsewhere the first attempts tell
+    # Elsewhere the first attempts tell.
+    require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     most, where = max_workers_here(), "on this machine"
     if most is not None:
         where = f"{where} (its task runner has max_workers={most})"

@@ -70,7 +70,7 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
-    require_importable(plan.trainable, plan.isolation, get_run_logger())
+    require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:
         state = _trained(training, turn)

@@ -304,6 +304,16 @@ def test_what_cannot_be_resumed_is_refused_before_a_server_is_asked(
     assert done.err.count("\n") == 1
 
 
+def test_what_the_journal_does_not_store_is_named_by_its_flag(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    write_search(tmp_path, "e", {"00000": 0.5})
+    done = run("resume", tmp_path, "e")
+    said = "the journal of experiment 'e' does not store 'trainable'; pass --trainable MODULE:NAME"
+    assert (done.code, done.err) == (1, f"prefect-tune: {said}\n")
+
+
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
 @pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:

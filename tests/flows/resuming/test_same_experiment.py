@@ -91,6 +91,19 @@ def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarg
     assert not objects(local_target, "new")
 
 
+def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_target: LocalTarget) -> None:
+    def no_journal_names_it(_config: object) -> None:
+        pt.report({"error": 1.0})
+
+    searched(local_target, num_samples=2)
+    searched(local_target, "unnamed", no_journal_names_it, num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="has 2 already"):
+        pt.resume("old", target=local_target, fork="new", num_samples=1)
+    with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
+        pt.resume("unnamed", target=local_target, fork="new")
+    assert not objects(local_target, "new")
+
+
 def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
     with pytest.raises(pt.InvalidInput, match=r"num_samples: .* decides itself how many"):
         pt.tune(Moody, SPACE, target="./nowhere", search=pt.Repeated(pt.RandomSearch(2), 2), num_samples=3)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.parameters.checks import import_check
 from prefect_tune.parameters.checks.import_check import require_importable
 
 _STEP = "\n    def step(self):\n        return {}\n"
+_WHOLE = f"{_STEP}\n    def save_checkpoint(self, checkpoint_dir):\n        pass\n"
 
 
 class _Imported(Exception):
@@ -22,9 +25,10 @@ class _Imported(Exception):
     ("imports", "definition", "is_imported"),
     [
         ("", "def Net(config):\n    pass", False),
-        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_STEP}", False),
-        ("import prefect_tune", f"class Net(prefect_tune.Trainable):{_STEP}", False),
-        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_STEP}", False),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}", False),
+        ("import prefect_tune", f"class Net(prefect_tune.Trainable):{_WHOLE}", False),
+        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_WHOLE}", False),
+        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_STEP}", True),
         ("from prefect_tune.integrations.sklearn import PartialFitTrainable as P", "class Net(P):\n    pass", False),
         ("import prefect_tune as pt", "class Net(pt.Trainable):\n    pass", True),
         ("import ray.tune as pt", f"class Net(pt.Trainable):{_STEP}", True),
@@ -59,3 +63,17 @@ def test_a_data_class_is_refused_with_what_is_expected(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InvalidInput, match=r"^trainable Settings: expected a subclass of pt.Trainable with a `step`"):
         require_importable("settings_to_check:Settings", "process", logging.getLogger(__name__))
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_class_that_cannot_save_is_refused_unless_its_cadence_never_saves(
+    isolation: Literal["process", "thread"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"import prefect_tune as pt\n\nclass Net(pt.Trainable):{_STEP}"
+    (tmp_path / f"unsaved_{isolation}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name, log = f"unsaved_{isolation}:Net", logging.getLogger(__name__)
+    with pytest.raises(InvalidInput, match=r"^trainable Net: expected the method `save_checkpoint`.* write "):
+        require_importable(name, isolation, log, Cadence())
+    require_importable(name, isolation, log, Cadence(every_seconds=None, at_end=False))
+    require_importable(name, isolation, log)

@@ -226,6 +226,12 @@ RESUME: Sequence[str] = (
 """Those of `resume`."""
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of the option `name`, with its metavar, for messages."""
+    option = _OPTIONS[name]
+    return f"{option.flag or '--' + name.replace('_', '-')} {option.metavar}"
+
+
 def takes(names: Sequence[str]) -> Callable[[_Command], _Command]:
     """Return a decorator: the command, a function of `**options`, takes these options before its own flags."""
 

@@ -28,6 +28,11 @@ class Cadence(Value):
     )
     at_end: bool = Field(default=True, description="Save the last step too.")
 
+    @property
+    def never_saves(self) -> bool:
+        """Whether a trial is saved only if that is requested: by a stop, its report or its scheduler."""
+        return self.every_steps is None and self.every_seconds is None and not self.at_end
+
     def due(self, steps: int, elapsed: timedelta) -> bool:
         """Say whether to save now, `steps` steps and `elapsed` after the last save."""
         if self.every_steps is not None and steps >= self.every_steps:

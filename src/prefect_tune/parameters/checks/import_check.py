@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Literal
 
@@ -23,24 +23,38 @@ _CHECK = f"{require_loadable.__module__}:{require_loadable.__name__}"
 _PATIENCE = timedelta(seconds=0.5)
 
 
-def require_importable(trainable: object, isolation: Literal["process", "thread"], log: Log) -> None:
+def require_importable(
+    trainable: object, isolation: Literal["process", "thread"], log: Log, cadence: Cadence | None = None
+) -> None:
     """Require that the trials can import `trainable`, if it is a name; nothing is written.
 
-    A name that the source of its package defines as a function, or as a subclass of `pt.Trainable` with `step`, is
-    taken as it is: its first trial imports it. Any other one is imported by a process that ends then.
+    A name that the source of its package defines as a function, or as a subclass of `pt.Trainable` with `step` and
+    `save_checkpoint`, is taken as it is: its first trial imports it. Any other one is imported by a process that ends
+    then.
+
+    Args:
+        trainable: as passed to a search.
+        isolation: where its trials run.
+        log: receives what the import prints.
+        cadence: when its trials save; None if that is not known, and not checked.
 
     Raises:
-        InvalidInput: its module cannot be imported, lacks the name, or has no trainable under it.
+        InvalidInput: its module cannot be imported, lacks the name, or has no trainable under it, or one that cannot
+            save though `cadence` says when.
     """
     if not isinstance(trainable, str) or not why_not_defined(trainable, [_package(trainable)], _why_unsure):
         return
     if isolation == "thread":
-        require_loadable({"trainable": trainable})
+        require_loadable(_about(trainable, cadence))
         return
     with ScratchDirectory("import") as scratch, TrialProcessPool(slots=0) as pool:
         folder = str(scratch / "import")
-        with pool.process(_start(trainable, folder), log) as channel:
+        with pool.process(_start(_about(trainable, cadence), folder), log) as channel:
             _raise_what_it_says(channel)
+
+
+def _about(trainable: str, cadence: Cadence | None) -> Mapping[str, object]:
+    return {"trainable": trainable, "cadence": None if cadence is None else cadence.model_dump(mode="json")}
 
 
 def _package(trainable: str) -> str:
@@ -55,8 +69,8 @@ def _why_unsure(definition: ast.stmt, module: ast.Module) -> str:
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
             names = dict(_trainables_in(module))
             ours = {names.get(ast.unparse(each), "") for each in bases} - {""}
-            has_step = any(isinstance(each, ast.FunctionDef) and each.name == "step" for each in body)
-            is_trainable = ours and (has_step or ours != {"Trainable"})
+            methods = {each.name for each in body if isinstance(each, ast.FunctionDef)}
+            is_trainable = ours and (methods >= {"step", "save_checkpoint"} or ours != {"Trainable"})
             return "" if is_trainable else "its bases decide"
         case _:
             return "its value decides"
@@ -75,7 +89,7 @@ def _trainables_in(module: ast.Module) -> Iterator[tuple[str, str]]:
                 pass
 
 
-def _start(trainable: str, folder: str) -> Start:
+def _start(config: Mapping[str, object], folder: str) -> Start:
     return Start(
         experiment="import",
         trial="import",
@@ -83,7 +97,7 @@ def _start(trainable: str, folder: str) -> Start:
         trainable=_CHECK,
         stopper=pickled_or_path(Never()),
         import_path=import_path(),
-        config={"trainable": trainable},
+        config=config,
         directory=folder,
         staging=folder,
         temporary=folder,

@@ -43,7 +43,7 @@ from prefect_tune.runtime.processes.process_reset import (
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
-from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable_class
+from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
 
 _MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
@@ -273,7 +273,8 @@ def _loaded(start: Start) -> object:
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:
-    trainable = require_trainable_class(kind)()
+    require_saves(require_trainable_class(kind), start.cadence)
+    trainable: Trainable = kind()
     trainable.setup(dict(start.config))
     return _SetUp(trainable, _code(kind))
 

@@ -1,0 +1,33 @@
+"""What the error of a failed search refers to."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Started, TrialAdded
+from prefect_tune.results.results import Results
+from prefect_tune.tuner.failed_search_error import failure_of
+from prefect_tune.tuner.metric_check import MetricCheck
+
+_TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"),
+    [
+        (_TRACE, "Traceback: prefect-tune show file:///runs e --trial 0"),
+        ("the trial's process exited with code 3", "(prefect-tune resume file:///runs e --rerun-errored)"),
+    ],
+)
+def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> None:
+    state = nothing_yet("e")
+    events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
+    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, message=reason)], 1):
+        state = after_event(state, event, number)
+    error = failure_of(Results(state, LocalTarget(path="/runs"), None), None, MetricCheck(None, logging.getLogger()))
+    assert error is not None
+    assert str(error).endswith(ends)
