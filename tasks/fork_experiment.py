@@ -37,6 +37,7 @@ from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 
 _TIMEOUT = timedelta(minutes=10)
 
+
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
     """The arguments of a fork. Every try has the same owner and stamp, so that a retry is the same fork."""
