@@ -22,15 +22,15 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     """Train one attempt of a trial. Its journal records how it ends; the states of its runs only show it.
 
     Args:
-        parameters: the plan, from `TrialParameters.of`.
+        parameters: the specification, from `TrialParameters.of`.
         orders: the request for this attempt, from `request_as_parameters`.
         attempt: its number, by which it finds its answers on the target.
     """
-    plan = parameters.plan()
+    spec = parameters.spec()
     request = request_from(orders)
     with TrialProcessPool(slots=0) as pool:
-        pool.prepare(plan.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
-        link = StoreLink(plan.target, plan.trial, attempt, plan.sync.live_period).trained_in(pool)
-        ended = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
+        pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
+        link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
+        ended = interruptible(lambda stop: attempt_of(spec)(spec, request, link.stopped_by(stop)), grace=spec.grace)
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")

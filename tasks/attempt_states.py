@@ -57,7 +57,7 @@ def _failed(message: str, trial: str) -> State[Any]:
     return Failed(message=why, data=TrialFailed(f"trial {trial}: {why}"))
 
 
-def log_failure(failure: outcomes.Failed, attempt: int, plan: TrialSpec, search_epoch: int, log: Log) -> None:
+def log_failure(failure: outcomes.Failed, attempt: int, spec: TrialSpec, search_epoch: int, log: Log) -> None:
     """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown.
 
     An error that this process has logged for another trial, in the same run of the search, is logged in one line.
@@ -65,8 +65,8 @@ def log_failure(failure: outcomes.Failed, attempt: int, plan: TrialSpec, search_
     error = failure.message.strip()
     if failure.cause is Cause.PREEMPTED or "\n" not in error:
         return
-    trial = plan.trial.trial
-    first = _logged_errors(plan.target.uri, plan.trial.experiment, search_epoch).setdefault(hash(error), trial)
+    trial = spec.trial.trial
+    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_epoch).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
     log.error("attempt %d failed: %s", attempt, said)
 

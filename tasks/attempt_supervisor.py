@@ -93,19 +93,19 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
             assert_never(outcome)
 
 
-def supervise(channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, link: SearchLink) -> Outcome:
+def supervise(channel: TrialChannel, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink) -> Outcome:
     """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
 
     After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
     """
-    return _Supervisor(channel, commit_worker, plan, link).run()
+    return _Supervisor(channel, commit_worker, spec, link).run()
 
 
 class _Supervisor:
-    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, link: SearchLink) -> None:
+    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink) -> None:
         self._channel = channel
         self._commit_worker = commit_worker
-        self._plan = plan
+        self._spec = spec
         self._link = link
         self._steps = 0
         self._handed_over = 0  # counted by this thread
@@ -211,10 +211,10 @@ class _Supervisor:
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
             return None  # it may wait for an upload, which has its own timeout, or for an answer
-        if self._plan.silence is None or self._heard_at is None:
+        if self._spec.silence is None or self._heard_at is None:
             return None
         silent = timedelta(seconds=time.monotonic() - self._heard_at)
-        if silent <= self._plan.silence:
+        if silent <= self._spec.silence:
             return None
         return self._failed(Cause.MACHINE, f"no report for {silent}: presumed hung, and killed")
 
@@ -228,11 +228,11 @@ class _Supervisor:
             self._asked_at = time.monotonic()
             self._channel.tell(StopAndSave())
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
-        if waited <= self._plan.grace:
+        if waited <= self._spec.grace:
             return self._failed(Cause.PREEMPTED, "interrupted twice, and killed") if is_abandoned() else None
         uploading = self._committed < self._handed_over
         late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
-        return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._plan.grace.total_seconds():g} s")
+        return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._spec.grace.total_seconds():g} s")
 
     def _died(self) -> Outcome:
         became = self._channel.end()

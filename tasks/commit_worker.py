@@ -77,8 +77,8 @@ class CommitWorker:
     block, the thread ends after the queued work, whether or not `close` was called.
     """
 
-    def __init__(self, plan: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, log: Log) -> None:
-        self._plan = plan
+    def __init__(self, spec: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, log: Log) -> None:
+        self._spec = spec
         self._journal_writer = journal_writer
         self._artifacts = artifacts
         self._log = log
@@ -177,13 +177,13 @@ class CommitWorker:
         """Return the next queued work; a sync of the reports if none arrives within `sync_period`."""
         elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
         try:
-            return self._work.get(timeout=max(0.0, (self._plan.sync.sync_period - elapsed).total_seconds()))
+            return self._work.get(timeout=max(0.0, (self._spec.sync.sync_period - elapsed).total_seconds()))
         except queue.Empty:
             return self._sync
 
     @property
     def _trial(self) -> Trial:
-        return self.experiment.trial(self._plan.trial.trial)
+        return self.experiment.trial(self._spec.trial.trial)
 
     def _sync(self) -> None:
         """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
@@ -218,7 +218,7 @@ class CommitWorker:
             except SaveOvertaken as error:
                 self._log.warning("%s", error)
                 # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
-                self._write([Retired(trial=self._plan.trial.trial, retires=())], up_to=0)
+                self._write([Retired(trial=self._spec.trial.trial, retires=())], up_to=0)
                 overtaken.append(saved.key)
             else:
                 return saved, [*overtaken, *doomed]
@@ -227,24 +227,24 @@ class CommitWorker:
         step = handed_over.report.step
         return run_here(
             save_checkpoint,
-            skip_prefect_introspection(self._plan.target),
+            skip_prefect_introspection(self._spec.target),
             skip_prefect_introspection(
-                CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)
+                CheckpointKey(trial=self._spec.trial, step=step, sequence=self.experiment.number)
             ),
             handed_over.directory,
             skip_prefect_introspection(self._about(handed_over.report, self._reports(step))),
-            parent=skip_prefect_introspection(parent_of_next(self._plan.trial, self._trial)),
+            parent=skip_prefect_introspection(parent_of_next(self._spec.trial, self._trial)),
             collected_up_to=reused_from(self._trial),
-            reverification=Reverification(self._commit_count, self._plan.sync.verify_reused_every),
-            timeout_seconds=self._plan.sync.sync_timeout_seconds,
+            reverification=Reverification(self._commit_count, self._spec.sync.verify_reused_every),
+            timeout_seconds=self._spec.sync.sync_timeout_seconds,
         )
 
     def _commit(
         self, saved: SavedCheckpoint, handed_over: PendingCheckpoint, upload_seconds: float
     ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
-        trial, report, policy = self._plan.trial.trial, handed_over.report, self._plan.retention
-        entry = commit_entry(self._plan.target, self.experiment, saved, report, policy, upload_seconds, self._log)
+        trial, report, policy = self._spec.trial.trial, handed_over.report, self._spec.retention
+        entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self._log)
         done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
         self._write((*entry.events, *done), up_to=saved.key.step)
         self._commit_count += 1
@@ -275,22 +275,22 @@ class CommitWorker:
             self._unsettled = None
 
     def _reported(self, report: StepReport) -> Reported:
-        return Reported(trial=self._plan.trial.trial, report=report, asks=report.step == self.asks_at)
+        return Reported(trial=self._spec.trial.trial, report=report, asks=report.step == self.asks_at)
 
     def _reports(self, up_to: int | None) -> Sequence[StepReport]:
         return [report for report in self._waiting if up_to is None or report.step <= up_to]
 
     def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
-        about = about_checkpoint(self._plan.trial, self.experiment, report, reports, new_write_id())
+        about = about_checkpoint(self._spec.trial, self.experiment, report, reports, new_write_id())
         code = {"code": self.code} if self.code else {}
         return about.model_copy(update={"fingerprint": {**about.fingerprint, **code}})
 
     def _delete_leftovers(self) -> None:
         """Delete what an earlier owner retired and did not delete."""
-        self._delete(find_doomed(self._plan.target, self._plan.trial, self.experiment, self._log))
+        self._delete(find_doomed(self._spec.target, self._spec.trial, self.experiment, self._log))
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
         if doomed:
             trial = skip_prefect_introspection(self._trial)
-            delete_retired(lambda: delete_checkpoint(self._plan.target, self._plan.trial, trial, doomed), self._log)
+            delete_retired(lambda: delete_checkpoint(self._spec.target, self._spec.trial, trial, doomed), self._log)

@@ -71,8 +71,8 @@ class AttemptResult:
     experiment: Experiment
 
 
-@task(name=RUN_TRIAL, task_run_name="train {plan.trial.trial} · attempt {request.attempt}", **RETRYING)
-def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
+@task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
+def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
@@ -82,9 +82,9 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
     Interrupted or Failed, with the reason. The journal decides what follows.
 
     Args:
-        plan: the specification of the trial.
+        spec: the specification of the trial.
         request: the request for this attempt.
-        link: the link to the search; `link.stop` makes the trial save and end within `plan.grace`.
+        link: the link to the search; `link.stop` makes the trial save and end within `spec.grace`.
 
     Raises:
         Superseded: another process owns the journal, and the trial's process has been ended; or the requesting
@@ -93,55 +93,55 @@ def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     outlive_log_reader()
-    log = _log_of(plan)
+    log = _log_of(spec)
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
         closing(link),
-        holding_concurrency_limits(plan.concurrency_limits, link.stop),
+        holding_concurrency_limits(spec.concurrency_limits, link.stop),
     ):
-        ended = _attempt(plan, request, link, log)
+        ended = _attempt(spec, request, link, log)
     if isinstance(ended.outcome, Failed):
-        number = ended.experiment.trial(plan.trial.trial).attempt
-        log_failure(ended.outcome, number, plan, request.search_epoch, log)
-    return state_of(ended.outcome, plan.trial.trial)
+        number = ended.experiment.trial(spec.trial.trial).attempt
+        log_failure(ended.outcome, number, spec, request.search_epoch, log)
+    return state_of(ended.outcome, spec.trial.trial)
 
 
-def _log_of(plan: TrialSpec) -> Log:
+def _log_of(spec: TrialSpec) -> Log:
     """Return the log of the task run; each message of a search's trial names the trial."""
     log = get_run_logger()
-    return TrialLog(log, plan.trial.trial) if plan.apart else log
+    return TrialLog(log, spec.trial.trial) if spec.apart else log
 
 
-def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
-    journal_writer = _journal_writer(plan, request, link)
+def _attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
+    journal_writer = _journal_writer(spec, request, link)
     if isinstance(journal_writer, AttemptResult):
         return journal_writer
-    return run_attempt(plan, request, link, journal_writer, log)
+    return run_attempt(spec, request, link, journal_writer, log)
 
 
 def run_attempt(
-    plan: TrialSpec, request: AttemptRequest, link: SearchLink, journal_writer: JournalWriter, log: Log
+    spec: TrialSpec, request: AttemptRequest, link: SearchLink, journal_writer: JournalWriter, log: Log
 ) -> AttemptResult:
     """Train one attempt of a trial, whose journal is open, and journal how it ended. Raises as `run_trial`."""
-    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).phase is not Phase.RUNNING:
+    if link.stop.is_set() and journal_writer.experiment.trial(spec.trial.trial).phase is not Phase.RUNNING:
         return AttemptResult(
             Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
         )
     with ScratchDirectory("staging", "artifacts") as scratch:
-        artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
-        restored = _restore_newest(plan, journal_writer, scratch / "restored", log)
-        _say_what_is_lost(journal_writer.experiment.trial(plan.trial.trial), log)
-        start = _begin(plan, request, journal_writer, scratch, restored)
+        artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
+        restored = _restore_newest(spec, journal_writer, scratch / "restored", log)
+        _say_what_is_lost(journal_writer.experiment.trial(spec.trial.trial), log)
+        start = _begin(spec, request, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
-        alone = plan.isolation == "thread"
+        alone = spec.isolation == "thread"
         with (
-            CommitWorker(plan, journal_writer, artifacts, log) as commit_worker,
+            CommitWorker(spec, journal_writer, artifacts, log) as commit_worker,
             trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel,
         ):
-            outcome = supervise(channel, commit_worker, plan, link)
-            ending = events_of(plan.trial.trial, outcome)
+            outcome = supervise(channel, commit_worker, spec, link)
+            ending = events_of(spec.trial.trial, outcome)
             if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                 commit_worker.end(ending)
                 channel.end()
@@ -150,53 +150,53 @@ def run_attempt(
                 commit_worker.end(ending)
             # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
             commit_worker.close()
-    return _as_journaled(AttemptResult(outcome, commit_worker.experiment), plan, log)
+    return _as_journaled(AttemptResult(outcome, commit_worker.experiment), spec, log)
 
 
-def _as_journaled(result: AttemptResult, plan: TrialSpec, log: Log) -> AttemptResult:
+def _as_journaled(result: AttemptResult, spec: TrialSpec, log: Log) -> AttemptResult:
     """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
-    if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, plan)) is None:
+    if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, spec)) is None:
         return result
     log.warning("the trial had finished, and its last checkpoint was committed, when %s", result.outcome.message)
     return ended
 
 
-def _journal_writer(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
+def _journal_writer(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
-    return _own_journal(plan, request, link) if plan.apart else _experiments_journal(plan, request, link)
+    return _own_journal(spec, request, link) if spec.apart else _experiments_journal(spec, request, link)
 
 
-def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
+def _experiments_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Read the experiment's journal, which the run that requested the attempt has opened."""
-    experiment, epoch = read_experiment(plan.target, plan.trial.experiment), request.search_epoch
+    experiment, epoch = read_experiment(spec.target, spec.trial.experiment), request.search_epoch
     if experiment.epoch != epoch:
-        raise Superseded(f"{plan.journal}: epoch {epoch} has ended; it was taken over by {experiment.owner}")
-    journal_writer = JournalWriter(plan.target, experiment, write_entry, link.wrote)
-    if (ended := _ended(experiment, plan)) is not None:
+        raise Superseded(f"{spec.journal}: epoch {epoch} has ended; it was taken over by {experiment.owner}")
+    journal_writer = JournalWriter(spec.target, experiment, write_entry, link.wrote)
+    if (ended := _ended(experiment, spec)) is not None:
         return ended
-    if experiment.trial(plan.trial.trial).phase is Phase.RUNNING:
+    if experiment.trial(spec.trial.trial).phase is Phase.RUNNING:
         lost = "its supervisor failed, and was retried"
-        journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
-    _carry_out(plan, request, journal_writer)
+        journal_writer.write([AttemptEnded(trial=spec.trial.trial, cause=Cause.MACHINE, message=lost)])
+    _carry_out(spec, request, journal_writer)
     return journal_writer
 
 
-def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
+def _ended(experiment: Experiment, spec: TrialSpec) -> AttemptResult | None:
     """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
-    trial = experiment.trial(plan.trial.trial)
+    trial = experiment.trial(spec.trial.trial)
     if trial.phase is Phase.FINISHED:
         return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
     return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
 
 
-def _own_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
+def _own_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Open the trial's own journal, or create it, and take it over from an earlier writer.
 
     A request is carried out once its attempt has begun: running it again only makes a further attempt, if the trial
     has not ended.
     """
-    _require_same_experiment(plan, request)
-    trial = plan.trial.trial
+    _require_same_experiment(spec, request)
+    trial = spec.trial.trial
     carried_out = False
 
     def first(found: Experiment) -> Sequence[Event]:
@@ -204,37 +204,37 @@ def _own_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> 
         carried_out = _are_carried_out(request, found, trial)
         if trial in found.trials:
             return ()
-        added = TrialAdded(trial=trial, config=request.config, fingerprint=plan.fingerprint)
+        added = TrialAdded(trial=trial, config=request.config, fingerprint=spec.fingerprint)
         if request.exploit is not None or link.stop.is_set():
             return (Adopted(), added)
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     owner = current_owner(search_epoch=request.search_epoch, attempt=request.attempt)
     # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
-    known = LoadedJournal(nothing_yet(plan.journal)) if request.attempt == 1 and not request.experiment_id else None
+    known = LoadedJournal(nothing_yet(spec.journal)) if request.attempt == 1 and not request.experiment_id else None
     opening = Opening(owner, new_write_id(), first, link.wrote, known)
     journal_writer = JournalWriter(
-        plan.target, open_journal(plan.target, plan.journal, opening), write_directly, link.wrote
+        spec.target, open_journal(spec.target, spec.journal, opening), write_directly, link.wrote
     )
     if carried_out:
-        return _ended(journal_writer.experiment, plan) or journal_writer
-    _carry_out(plan, request, journal_writer)
+        return _ended(journal_writer.experiment, spec) or journal_writer
+    _carry_out(spec, request, journal_writer)
     return journal_writer
 
 
-def _require_same_experiment(plan: TrialSpec, request: AttemptRequest) -> None:
+def _require_same_experiment(spec: TrialSpec, request: AttemptRequest) -> None:
     """Refuse a request whose experiment was deleted, or replaced by one of the same name, while it was queued.
 
     Raises:
         Superseded: there is no such experiment any more.
     """
-    name = plan.trial.experiment
-    if not request.experiment_id or (found := experiment_id(plan.target, name)) == request.experiment_id:
+    name = spec.trial.experiment
+    if not request.experiment_id or (found := experiment_id(spec.target, name)) == request.experiment_id:
         return
     what = "no longer exists" if found is None else "is a new one with the same name"
     raise Superseded(
-        f"experiment {name!r} at {plan.target.uri} {what}: the one that requested attempt {request.attempt} of trial "
-        f"{plan.trial.trial!r} was deleted. Nothing was trained or written"
+        f"experiment {name!r} at {spec.target.uri} {what}: the one that requested attempt {request.attempt} of trial "
+        f"{spec.trial.trial!r} was deleted. Nothing was trained or written"
     )
 
 
@@ -244,9 +244,9 @@ def _are_carried_out(request: AttemptRequest, found: Experiment, trial: str) -> 
     return trial in found.trials and 0 < request.attempt <= min(ordered, found.trial(trial).attempt)
 
 
-def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter) -> None:
+def _carry_out(spec: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter) -> None:
     """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
-    state = journal_writer.experiment.trial(plan.trial.trial)
+    state = journal_writer.experiment.trial(spec.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in request.puts_aside if each.sequence in known]
     if state.phase in ENDED:
@@ -254,21 +254,21 @@ def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: Journal
     if events:
         journal_writer.write(events)
     if request.exploit is not None:
-        _exploit(plan, request.exploit, request.last_step, journal_writer)
+        _exploit(spec, request.exploit, request.last_step, journal_writer)
 
 
-def _exploit(plan: TrialSpec, exploit: Exploit, last_step: int | None, journal_writer: JournalWriter) -> None:
+def _exploit(spec: TrialSpec, exploit: Exploit, last_step: int | None, journal_writer: JournalWriter) -> None:
     """Clone the source's newest checkpoint that another step follows; if it has none, the trial's own.
 
     The new configuration trains at least one step, so that no result is shown beside a configuration without a part
     in it.
     """
-    trial = plan.trial.trial
+    trial = spec.trial.trial
     for source in (exploit.source, trial):
-        key = TrialKey(experiment=plan.trial.experiment, trial=source)
+        key = TrialKey(experiment=spec.trial.experiment, trial=source)
         try:
             into = skip_prefect_introspection(journal_writer.experiment)
-            cloned = clone_checkpoint(plan.target, key, into, trial, new_write_id(), last_step=last_step)
+            cloned = clone_checkpoint(spec.target, key, into, trial, new_write_id(), last_step=last_step)
             event = Cloned(
                 trial=trial,
                 checkpoint=cloned.checkpoint,
@@ -284,14 +284,14 @@ def _exploit(plan: TrialSpec, exploit: Exploit, last_step: int | None, journal_w
     get_run_logger().warning("trial %s: neither it nor %s has a checkpoint to exploit", trial, exploit.source)
 
 
-def _restore_newest(plan: TrialSpec, journal_writer: JournalWriter, destination: Path, log: Log) -> Path | None:
+def _restore_newest(spec: TrialSpec, journal_writer: JournalWriter, destination: Path, log: Log) -> Path | None:
     """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
-    name = plan.trial.trial
+    name = spec.trial.trial
     _say_what_is_aside(journal_writer.experiment.trial(name), log)
-    while (key := newest_key(plan.trial, journal_writer.experiment.trial(name))) is not None:
+    while (key := newest_key(spec.trial, journal_writer.experiment.trial(name))) is not None:
         try:
-            timeout = plan.sync.sync_timeout_seconds
-            return restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
+            timeout = spec.sync.sync_timeout_seconds
+            return restore_checkpoint(spec.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
             reason = f"{type(bad).__name__}: {bad}"
             # If another process owns the trial, it may have retired the checkpoint: then this raises `Superseded`.
@@ -299,7 +299,7 @@ def _restore_newest(plan: TrialSpec, journal_writer: JournalWriter, destination:
             log.error("step %d cannot be restored, and is quarantined: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
     if lost := journal_writer.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
-            f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
+            f"trial {name!r} of {spec.trial.experiment!r} at {spec.target.uri}: all its {lost} committed "
             "checkpoints are damaged or kill the trainable. Nothing was restarted from zero: repair the damaged "
             "objects and release the checkpoints (prefect-tune verify --release), or use another experiment name"
         )
@@ -329,18 +329,18 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
 
 
 def _begin(
-    plan: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
+    spec: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
 ) -> Start:
-    trial = journal_writer.experiment.trial(plan.trial.trial)
-    reports = curve_up_to(plan, newest_checkpoint(trial))
+    trial = journal_writer.experiment.trial(spec.trial.trial)
+    reports = curve_up_to(spec, newest_checkpoint(trial))
     if trial.phase is not Phase.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
-        trial = journal_writer.write([next_start(trial)]).trial(plan.trial.trial)
+        trial = journal_writer.write([next_start(trial)]).trial(spec.trial.trial)
     return Start(
-        experiment=plan.trial.experiment,
+        experiment=spec.trial.experiment,
         trial=trial.trial,
         attempt=trial.attempt,
-        trainable=plan.trainable,
-        stopper=plan.stopper,
+        trainable=spec.trainable,
+        stopper=spec.stopper,
         import_path=import_path(),
         config=trial.config,
         directory=str(scratch / "artifacts"),
@@ -350,8 +350,8 @@ def _begin(
         from_step=trial.step,
         trained_seconds=trial.trained_seconds,
         curve=tuple(reports),
-        cadence=plan.cadence,
-        overlap=plan.sync.commit == "async",
+        cadence=spec.cadence,
+        overlap=spec.sync.commit == "async",
         milestone=request.milestone,
         saves_first=request.saves_first,
         answers=request.answers,
@@ -374,22 +374,22 @@ def last_report(trial: Trial) -> StepReport:
     return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
-def curve_up_to(plan: TrialSpec, start: CheckpointRef | None) -> Sequence[StepReport]:
+def curve_up_to(spec: TrialSpec, start: CheckpointRef | None) -> Sequence[StepReport]:
     """Return the valid reports up to `start`; the last one only, without reading the journal, if that is enough."""
     if start is None:
         return ()
     last = StepReport(step=start.step, metrics=start.metrics, trained_seconds=start.trained_seconds)
-    if not plan.needs_curve:
+    if not spec.needs_curve:
         return (last,)
-    with plan.target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
-        reports = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
+    with spec.target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
+        reports = curve(history(store, spec.journal, side_by_side=transfers), spec.trial.trial)
     return [report for report in reports if report.step <= start.step]
 
 
-def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
+def has_had_enough(spec: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
     if trial.returned or trial.left or trial.metrics.get("done") is True:
         return True
     last = last_report(trial)
-    curve = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
+    curve = curve_up_to(spec, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
     return bool(curve) and stopper.why_stop(curve) is not None

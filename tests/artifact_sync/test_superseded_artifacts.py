@@ -103,32 +103,32 @@ def test_an_index_that_says_no_attempt_is_read_and_gone_on_from(stale: Path, tmp
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, bucket: Bucket) -> TrialSpec:
+def spec(request: pytest.FixtureRequest, bucket: Bucket) -> TrialSpec:
     assert not bucket.objects
     target = BucketTarget(name=request.node.name)
     sync = SyncConfig(sync_period_seconds=0)
     return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, apart=True)
 
 
-def attempt_in(plan: TrialSpec, directory: Path) -> TrialArtifacts:
-    return TrialArtifacts(plan, directory, logging.getLogger("artifacts"))
+def attempt_in(spec: TrialSpec, directory: Path) -> TrialArtifacts:
+    return TrialArtifacts(spec, directory, logging.getLogger("artifacts"))
 
 
-def begin_journal(plan: TrialSpec) -> Experiment:
+def begin_journal(spec: TrialSpec) -> Experiment:
     started = Started(trial=TRIAL.trial, attempt=1, from_step=0, from_sequence=None)
 
     def first(_: Experiment) -> Sequence[Event]:
         return (Adopted(), TrialAdded(trial=TRIAL.trial, config={}), started)
 
-    return open_journal(plan.target, plan.journal, Opening(current_owner(), new_write_id(), first))
+    return open_journal(spec.target, spec.journal, Opening(current_owner(), new_write_id(), first))
 
 
 def test_an_attempt_that_is_taken_for_gone_leaves_the_files_of_the_one_that_has_finished(
-    plan: TrialSpec, bucket: Bucket, stale: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spec: TrialSpec, bucket: Bucket, stale: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = attempt_in(plan, stale)
+    first = attempt_in(spec, stale)
     first.close()
-    second = attempt_in(plan, tmp_path / "2")
+    second = attempt_in(spec, tmp_path / "2")
     second.bring_back(2)
     write(tmp_path / "2", {"card.md": b"final"})
     second.close()
@@ -140,11 +140,11 @@ def test_an_attempt_that_is_taken_for_gone_leaves_the_files_of_the_one_that_has_
 
 
 def test_what_an_earlier_experiment_of_the_name_has_left_keeps_nobody_from_syncing(
-    plan: TrialSpec, bucket: Bucket, stale: Path, later: Path, tmp_path: Path
+    spec: TrialSpec, bucket: Bucket, stale: Path, later: Path, tmp_path: Path
 ) -> None:
     send_artifacts(bucket, TRIAL.artifacts, later, (), Sent(), writer=SECOND)
-    begin_journal(plan)
-    first = attempt_in(plan, stale)
+    begin_journal(spec)
+    first = attempt_in(spec, stale)
     first.close()
     first.settle()
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log.txt": b"one"}

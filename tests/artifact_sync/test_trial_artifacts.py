@@ -41,13 +41,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_artifacts, "_BACKOFF_SECONDS", 0.0)
 
 
-def plan_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialSpec:
+def spec_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialSpec:
     return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
 
 
-def attempt_of(plan: TrialSpec, directory: Path) -> TrialArtifacts:
+def attempt_of(spec: TrialSpec, directory: Path) -> TrialArtifacts:
     directory.mkdir()
-    return TrialArtifacts(plan, directory, LOG)
+    return TrialArtifacts(spec, directory, LOG)
 
 
 @pytest.fixture
@@ -57,19 +57,19 @@ def bucket(request: pytest.FixtureRequest) -> Unreadable:
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialSpec:
-    """A plan, and one attempt that left the file `log-1`."""
+def spec(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialSpec:
+    """A specification, and one attempt that left the file `log-1`."""
     assert not bucket.objects
-    plan = plan_for(BucketTarget(name=request.node.name))
-    first = attempt_of(plan, tmp_path / "1")
+    spec = spec_for(BucketTarget(name=request.node.name))
+    first = attempt_of(spec, tmp_path / "1")
     (tmp_path / "1" / "log-1").write_text("one")
     first.close()
     first.settle()
-    return plan
+    return spec
 
 
-def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
-    second = attempt_of(plan, tmp_path / "2")
+def test_an_attempt_goes_on_with_what_the_one_before_left(spec: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
+    second = attempt_of(spec, tmp_path / "2")
     second.bring_back(2)
     (tmp_path / "2" / "log-2").write_text("two")
     second.close()
@@ -78,9 +78,9 @@ def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialSpec, bucke
 
 
 def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
-    plan: TrialSpec, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spec: TrialSpec, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = attempt_of(plan, tmp_path / "2")
+    second = attempt_of(spec, tmp_path / "2")
     bucket.away = True
     second.bring_back(2)
     bucket.away = False
@@ -107,7 +107,7 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     bucket = BUCKETS[request.node.name] = Counting()
-    attempt = attempt_of(plan_for(BucketTarget(name=request.node.name)), tmp_path / "1")
+    attempt = attempt_of(spec_for(BucketTarget(name=request.node.name)), tmp_path / "1")
     attempt.after_commit()
     attempt.after_report()
     attempt.close()
@@ -123,15 +123,15 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
 
 def test_what_a_deleted_experiment_left_elsewhere_is_not_taken_for_the_trials(tmp_path: Path) -> None:
     sync = SyncConfig(upload_dir=str(tmp_path / "elsewhere"))
-    deleted = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
+    deleted = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
     (tmp_path / "0" / "log").write_text("old")
     deleted.close()
     deleted.settle()
-    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
-    first = attempt_of(plan, tmp_path / "1")
+    spec = spec_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    first = attempt_of(spec, tmp_path / "1")
     first.close()
     first.settle()
-    second = attempt_of(plan, tmp_path / "2")
+    second = attempt_of(spec, tmp_path / "2")
     second.bring_back(2)
     assert list((tmp_path / "2").iterdir()) == []
 
@@ -163,7 +163,7 @@ class Noting(Syncer):
 
 def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
     sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
-    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     attempt.bring_back(1)
     attempt.after_commit()
     attempt.after_commit()
@@ -180,7 +180,7 @@ def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
     options: dict[str, bool], count: int, tmp_path: Path
 ) -> None:
     sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up").model_copy(update=options)
-    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     for _ in range(3):
         attempt.after_report()
         attempt.after_commit()
@@ -207,7 +207,7 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sync = SyncConfig(syncer=Broken(), upload_dir=str(tmp_path / "up"), sync_period_seconds=0)
-    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     attempt.bring_back(2)
     attempt.after_commit()
     attempt.after_report()
@@ -221,10 +221,10 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
 
 def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial(tmp_path: Path) -> None:
     sync = SyncConfig(syncer=TargetSyncer(), upload_dir=f"file://{tmp_path}/up")
-    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
-    neighbour = attempt_of(replace(plan, trial=TrialKey(experiment="e", trial="neighbour")), tmp_path / "neighbour")
+    spec = spec_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    neighbour = attempt_of(replace(spec, trial=TrialKey(experiment="e", trial="neighbour")), tmp_path / "neighbour")
     for number in (1, 2):
-        attempt = attempt_of(plan, tmp_path / f"{number}")
+        attempt = attempt_of(spec, tmp_path / f"{number}")
         if number > 1:
             attempt.bring_back(number)
         (tmp_path / f"{number}" / f"log-{number}").write_text("")

@@ -44,9 +44,9 @@ class StoppableExecutor(InstantExecutor):
         self.stopped = False
         self.start_count = 0
 
-    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         self.start_count += 1
-        super().start(plan, request, attempt, absorbed)
+        super().start(spec, request, attempt, absorbed)
 
     def stop(self) -> None:
         self.stopped = True

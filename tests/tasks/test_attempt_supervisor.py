@@ -93,7 +93,7 @@ class FakeLedger:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialSpec:
+def spec(tmp_path: Path) -> TrialSpec:
     return TrialSpec(
         target=LocalTarget(path=str(tmp_path)),
         trial=TrialKey(experiment="e", trial="t"),
@@ -115,9 +115,9 @@ def line() -> InProcessLink:
 
 
 def outcome_of(
-    plan: TrialSpec, says: Sequence[FromTrial | float], became: str = "", commit_worker: FakeLedger | None = None
+    spec: TrialSpec, says: Sequence[FromTrial | float], became: str = "", commit_worker: FakeLedger | None = None
 ) -> Outcome:
-    return supervise(FakeChannel(says, became), commit_worker or FakeLedger(), plan, line())
+    return supervise(FakeChannel(says, became), commit_worker or FakeLedger(), spec, line())
 
 
 # ---------------------------------------------------------------------------------------- the cause of the end
@@ -136,22 +136,22 @@ def outcome_of(
     ],
 )
 def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
-    plan: TrialSpec, became: str, cause: Cause, at_start: bool
+    spec: TrialSpec, became: str, cause: Cause, at_start: bool
 ) -> None:
-    found = outcome_of(plan, [LOADED], became)
+    found = outcome_of(spec, [LOADED], became)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (cause, at_start)
 
 
-def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
+def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
-        found = outcome_of(plan, says, "ended by SIGSEGV")
+        found = outcome_of(spec, says, "ended by SIGSEGV")
         assert isinstance(found, Failed)
         assert (found.cause, found.at_start) == (Cause.USER, False)
 
 
-def test_silence_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
-    found = outcome_of(plan, [LOADED])
+def test_silence_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
+    found = outcome_of(spec, [LOADED])
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
     assert "presumed hung" in found.message
@@ -162,7 +162,7 @@ def test_silence_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
     [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
 )
 def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
-    plan: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "_KILLS_PERIOD", timedelta(seconds=0.1))
     kills = [5]
@@ -175,7 +175,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
 
     monkeypatch.setattr(attempt_supervisor, "_out_of_memory_kills", lambda: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
-    patient = replace(plan, silence=None)
+    patient = replace(spec, silence=None)
     found = supervise(Channel(says, KILLED), FakeLedger(), patient, line())
     assert isinstance(found, Failed)
     assert found.cause is cause
@@ -183,41 +183,41 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
 
 @pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
 def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
-    plan: TrialSpec, error: BaseException
+    spec: TrialSpec, error: BaseException
 ) -> None:
-    found = outcome_of(plan, [LOADED, step(1, saves=True)], commit_worker=FakeLedger(error=error))
+    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=FakeLedger(error=error))
     assert isinstance(found, Failed)
     assert found.cause is Cause.USER
     assert str(error) in found.message
 
 
-def test_a_target_that_fails_is_the_machines_failure(plan: TrialSpec) -> None:
+def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
     commit_worker = FakeLedger(error=StoreRefused("AccessDenied"))
-    found = outcome_of(plan, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
+    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
     assert "AccessDenied" in found.message
 
 
-def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(plan: TrialSpec) -> None:
+def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
     asking = InProcessLink("t", lambda _: asking.answer(leave), TrialProcessPool(slots=1))
     leave = Leave(reason="found no metric 'loss'", save=False, for_good=False, end="errored")
     left = TrialEnded(reason=leave.reason, paused=True)
     channel = FakeChannel([LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), left])
-    found = supervise(channel, FakeLedger(), plan, asking)
+    found = supervise(channel, FakeLedger(), spec, asking)
     assert found == Failed(Cause.BAD_METRIC, "found no metric 'loss'", at_start=False)
     assert [each.type for each in attempt_supervisor.events_of("t", found)] == ["attempt-ended"]
 
 
 @pytest.mark.parametrize("reads_journal", [True, False])
 def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
-    plan: TrialSpec, *, reads_journal: bool
+    spec: TrialSpec, *, reads_journal: bool
 ) -> None:
     commit_worker, read = FakeLedger(), line()
     read.reads_journal = reads_journal
     asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
     says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
-    assert supervise(FakeChannel(says), commit_worker, plan, read) == Done("done", returned=False)
+    assert supervise(FakeChannel(says), commit_worker, spec, read) == Done("done", returned=False)
     assert commit_worker.noted == [(1, False), (2, reads_journal), (3, False)]
     assert commit_worker.flushes == reads_journal
 
@@ -225,11 +225,11 @@ def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is
 # ------------------------------------------------------------------------------ silence, and the grace period
 
 
-def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialSpec) -> None:
-    assert outcome_of(plan, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
+def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:
+    assert outcome_of(spec, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
 
 
-def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(plan: TrialSpec) -> None:
+def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(spec: TrialSpec) -> None:
     commit_worker = FakeLedger()
 
     class Channel(FakeChannel):
@@ -240,14 +240,14 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
 
     channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
     began = time.monotonic()
-    found = supervise(channel, commit_worker, plan, line())
+    found = supervise(channel, commit_worker, spec, line())
     assert time.monotonic() - began >= 0.4 + 0.3
     assert channel.sent == [CheckpointSaved(step=1)]
     assert isinstance(found, Failed)
     assert "presumed hung" in found.message
 
 
-def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialSpec) -> None:
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
     link = line()
 
     class Channel(FakeChannel):
@@ -260,16 +260,16 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: Trial
             super().tell(message)
             assert len(self.sent) < 100, "the supervisor waits for ever"
 
-    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, link)
+    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), spec, link)
     assert isinstance(found, Failed)
     assert "presumed hung" in found.message
 
 
-def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialSpec) -> None:
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
     asking = InProcessLink("t", lambda _: asking.answer(GoOn(milestone=None)), TrialProcessPool(slots=1))
     says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
     channel = FakeChannel(says)
-    assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
+    assert supervise(channel, FakeLedger(), spec, asking) == Done("done", returned=False)
     assert channel.sent == [GoOn(milestone=None)]
 
 
@@ -277,23 +277,23 @@ def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialSpe
     ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
 )
 def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
-    plan: TrialSpec, saves: bool, said: str
+    spec: TrialSpec, saves: bool, said: str
 ) -> None:
     asked = line()
     asked.stop.set()
     channel = FakeChannel([LOADED, step(1, saves=saves)])
-    found = supervise(channel, FakeLedger(), plan, asked)
+    found = supervise(channel, FakeLedger(), spec, asked)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
     assert f"asked to stop; {said} " in found.message
     assert channel.sent == [StopAndSave()]
 
 
-def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(plan: TrialSpec) -> None:
+def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(spec: TrialSpec) -> None:
     asked, abandoned = line(), threading.Event()
     asked.stop.set()
     abandoned.set()
     with retrying_until(abandoned):
-        found = supervise(FakeChannel([LOADED]), FakeLedger(), replace(plan, grace=timedelta(hours=1)), asked)
+        found = supervise(FakeChannel([LOADED]), FakeLedger(), replace(spec, grace=timedelta(hours=1)), asked)
     assert isinstance(found, Failed)
     assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")

@@ -86,7 +86,7 @@ def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage
 
 def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[CommitHarness, CommitWorker]) -> None:
     harness, commit_worker = training
-    commit_worker._plan = replace(harness.plan, retention=Retention(last=1))
+    commit_worker._spec = replace(harness.plan, retention=Retention(last=1))
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     assert (harness.state().aside, damaged(harness)) == ((), [])
     assert [key.step for key in harness.live()] == [2 + EVERY]

@@ -21,9 +21,9 @@ class _Watched(StoppableExecutor):
         self.starts = 0
         self.polls: list[tuple[int, timedelta]] = []
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         self.starts += 1
-        super().start(plan, orders, attempt, absorbed)
+        super().start(spec, orders, attempt, absorbed)
 
     def poll(self, patience: timedelta) -> list[Message]:
         self.polls.append((self.starts, patience))

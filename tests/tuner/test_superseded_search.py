@@ -98,15 +98,15 @@ class TakenOver(StoppableExecutor):
         super().__init__(9)
         self._target = target
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
-        super().start(plan, orders, attempt, absorbed)
+    def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+        super().start(spec, orders, attempt, absorbed)
         if self.start_count == 1:
             with self._target.open(timeout=_MINUTE) as store:  # another process writes as a guest, without taking over
-                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
+                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=spec.trial, step=1, sequence=1))]
                 append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
         self._inbox.clear()
-        self._inbox.append(AttemptExited(plan.trial.trial, StoreUnavailable("its process is gone")))
+        self._inbox.append(AttemptExited(spec.trial.trial, StoreUnavailable("its process is gone")))
 
 
 def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
@@ -119,12 +119,12 @@ def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_s
 class Unlucky(StoppableExecutor):
     """An executor whose first attempt is superseded by a run of the trial alone."""
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
-        super().start(plan, orders, attempt, absorbed)
+    def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+        super().start(spec, orders, attempt, absorbed)
         if self.start_count == 1:
             self._inbox.clear()
             self._saved.clear()
-            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("another owner has opened the journal")))
+            self._inbox.append(AttemptExited(spec.trial.trial, Superseded("another owner has opened the journal")))
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
@@ -140,9 +140,9 @@ def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(targ
     given: list[tuple[int, int]] = []
 
     class Listening(StoppableExecutor):
-        def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+        def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
             given.append((orders.search_epoch, orders.attempt))
-            super().start(plan, orders, attempt, absorbed)
+            super().start(spec, orders, attempt, absorbed)
 
     open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
     SimulatedSearch(target, executor=Listening(9), samples=1).run()

@@ -26,26 +26,26 @@ _BACKOFF_SECONDS = 1.0
 
 
 class TrialArtifacts:
-    """Syncs the artifact directory of one attempt; does nothing if the plan has no syncer.
+    """Syncs the artifact directory of one attempt; does nothing if the specification has no syncer.
 
     Raises:
-        InvalidInput: the plan's syncer or upload target is invalid.
+        InvalidInput: its syncer or upload target is invalid.
     """
 
-    def __init__(self, plan: TrialSpec, directory: Path, log: Log) -> None:
-        self._plan = plan
-        self._sync = plan.sync
+    def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:
+        self._spec = spec
+        self._sync = spec.sync
         self._directory = str(directory)
         self._log = log
-        target = resolve_target(plan.sync.upload_dir or plan.target)
-        self._syncer = syncer_for(plan.sync, target) if plan.sync.sync_artifacts else None
+        target = resolve_target(spec.sync.upload_dir or spec.target)
+        self._syncer = syncer_for(spec.sync, target) if spec.sync.sync_artifacts else None
         # The default syncer has the target already; a user's syncer needs a whole URI.
-        self._uri = None if plan.sync.syncer == "auto" else target.uri
-        self._folder = plan.trial.artifacts
+        self._uri = None if spec.sync.syncer == "auto" else target.uri
+        self._folder = spec.trial.artifacts
         self._remote = self._named(self._folder)
-        self._excludes = list(plan.sync.excludes)
+        self._excludes = list(spec.sync.excludes)
         # True until `bring_back`; an upload target may hold files of an earlier experiment of this name.
-        self._shows_nothing = plan.sync.upload_dir is None
+        self._shows_nothing = spec.sync.upload_dir is None
         self._write_as(1)
 
     def bring_back(self, attempt: int) -> None:
@@ -85,9 +85,9 @@ class TrialArtifacts:
 
     def _is_superseded(self, attempt: int) -> bool:
         """Whether the journal has another attempt of the trial, or does not have the trial any more."""
-        with self._plan.target.open(timeout=self._sync.sync_timeout) as store, transfer_pool() as transfers:
-            trials = load(store, self._plan.journal, side_by_side=transfers).trials
-        newest = trials.get(self._plan.trial.trial)
+        with self._spec.target.open(timeout=self._sync.sync_timeout) as store, transfer_pool() as transfers:
+            trials = load(store, self._spec.journal, side_by_side=transfers).trials
+        newest = trials.get(self._spec.trial.trial)
         return newest is None or newest.attempt != attempt
 
     def _named(self, folder: str) -> str:

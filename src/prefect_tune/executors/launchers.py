@@ -49,10 +49,10 @@ class TaskRunnerLauncher:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._reserving = _reserving(runner, resources)
 
-    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         with self._reserving():
-            future = attempt_of(plan).submit(plan, request, link)
+            future = attempt_of(spec).submit(spec, request, link)
         return partial(_wait_for, future)
 
     def withdraw(self) -> None:
@@ -95,13 +95,13 @@ class DeploymentLauncher:
         self._begun: Counter[str] = Counter()
         self._withdrawn = threading.Event()
 
-    def require(self, plan: TrialSpec) -> None:
-        """Check the deployment and the plan, before anything is written.
+    def require(self, spec: TrialSpec) -> None:
+        """Check the deployment and the specification, before anything is written.
 
         Raises:
-            InvalidInput: there is no such deployment, or the plan has no form as JSON parameters.
+            InvalidInput: there is no such deployment, or the specification has no form as JSON parameters.
         """
-        TrialParameters.of(plan)
+        TrialParameters.of(spec)
         try:
             with get_client(sync_client=True) as client:
                 client.read_deployment_by_name(self._deployment)
@@ -111,32 +111,32 @@ class DeploymentLauncher:
                 "prefect-tune deploy train-trial --work-pool POOL"
             ) from missing
 
-    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del link  # the deployment run creates its own from the parameters
         parameters: dict[str, object] = {
-            "parameters": TrialParameters.of(plan).model_dump(mode="json"),
+            "parameters": TrialParameters.of(spec).model_dump(mode="json"),
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        run = self._latest_run(plan, parameters, _key(plan, request, attempt))
+        run = self._latest_run(spec, parameters, _key(spec, request, attempt))
         log = get_run_logger()
-        log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
+        log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, run.name)
         return lambda: self._end_of(run.id)
 
     def withdraw(self) -> None:
         self._withdrawn.set()
 
-    def _latest_run(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+    def _latest_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
         If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
         cancelled before it began, by an earlier owner's `withdraw`, is replaced by a new one.
         """
-        run = self._run(plan, parameters, self._took(key))
+        run = self._run(spec, parameters, self._took(key))
         while run.state is not None and run.state.is_final():
             if run.state.is_cancelled():
-                run = self._run(plan, parameters, self._took(key))
-            elif (later := self._waiting(plan, partial(_run_of, self._next(key)))) is not None:
+                run = self._run(spec, parameters, self._took(key))
+            elif (later := self._waiting(spec, partial(_run_of, self._next(key)))) is not None:
                 self._took(key)
                 run = later
             else:
@@ -152,11 +152,11 @@ class DeploymentLauncher:
         self._begun[key] += 1
         return taken
 
-    def _run(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+    def _run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
-        return self._waiting(plan, partial(self._asked_for, plan, parameters, key))
+        return self._waiting(spec, partial(self._asked_for, spec, parameters, key))
 
-    def _waiting(self, plan: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
+    def _waiting(self, spec: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
         """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
         pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
         while True:
@@ -166,17 +166,17 @@ class DeploymentLauncher:
                 if not _may_pass(error) or time.monotonic() + pause_seconds > until:
                     raise
                 log = get_run_logger()
-                log.warning("trial %s: retrying its start in %g s: %s", plan.trial.trial, pause_seconds, error)
+                log.warning("trial %s: retrying its start in %g s: %s", spec.trial.trial, pause_seconds, error)
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _asked_for(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
+    def _asked_for(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         run = run_deployment(
             self._deployment,
             parameters=parameters,
             timeout=0,
             idempotency_key=key,
-            tags=plan.tags or None,
+            tags=spec.tags or None,
             job_variables=self._job_variables,
         )
         if not isinstance(run, FlowRun):
@@ -190,10 +190,10 @@ class DeploymentLauncher:
                 time.sleep(_LOOK_SECONDS)
 
 
-def _key(plan: TrialSpec, request: AttemptRequest, attempt: int) -> str:
+def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
     """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
-    target, experiment_id = digest_of(plan.target.uri.encode())[:16], request.experiment_id[:16]
-    return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"
+    target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
+    return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{attempt}"
 
 
 def _run_of(key: str) -> FlowRun | None:

@@ -49,7 +49,7 @@ class AttemptLauncher(Protocol):
         """Whether an attempt continues after the search that started it has ended."""
         ...
 
-    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
         ...
 
@@ -60,7 +60,7 @@ class AttemptLauncher(Protocol):
 
 @dataclass
 class _RemoteAttempt:
-    plan: TrialSpec
+    spec: TrialSpec
     number: int
     milestone: int | None
     read: int
@@ -76,7 +76,7 @@ class _RemoteAttempt:
 
     def is_to_look_at(self, now: float) -> bool:
         """Whether its live status is to be read again."""
-        period = self.plan.sync.live_period
+        period = self.spec.sync.live_period
         return period is not None and now - self.looked_at >= period.total_seconds()
 
     def is_unread(self, now: float) -> bool:
@@ -85,7 +85,7 @@ class _RemoteAttempt:
 
     def reply(self, step: int, said: GoOn | Leave | StopAndSave) -> _Reply:
         """Return the reply to this attempt at `step`."""
-        return self.plan.trial, self.number, step, said
+        return self.spec.trial, self.number, step, said
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduler decides about the trial at `step`."""
@@ -118,14 +118,14 @@ class RemoteExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._attempts
 
-    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
-        trial = plan.trial.trial
-        self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        sharing = PoolSharing(request.search_epoch, plan.reuse)
-        link = StoreLink(self._target, plan.trial, attempt, plan.sync.live_period, sharing)
-        wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
-        self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed, request.search_epoch)
+        trial = spec.trial.trial
+        self._on_store(lambda store: take_back(store, spec.trial, attempt))
+        sharing = PoolSharing(request.search_epoch, spec.reuse)
+        link = StoreLink(self._target, spec.trial, attempt, spec.sync.live_period, sharing)
+        wait = self._elsewhere(spec, replace(request, experiment_id=self._id_of(spec)), link, attempt)
+        self._attempts[trial] = _RemoteAttempt(spec, attempt, request.milestone, absorbed, request.search_epoch)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -164,10 +164,10 @@ class RemoteExecutor:
         """Remove an attempt that has ended."""
         del self._attempts[trial]
 
-    def _id_of(self, plan: TrialSpec) -> str:
+    def _id_of(self, spec: TrialSpec) -> str:
         """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
         if self._experiment_id is None:
-            self._experiment_id = experiment_id(self._target, plan.trial.experiment)
+            self._experiment_id = experiment_id(self._target, spec.trial.experiment)
         return self._experiment_id or ""
 
     def _await(self, trial: str, wait: Callable[[], object]) -> None:
@@ -218,14 +218,14 @@ class RemoteExecutor:
         if not self._live.is_busy and (due := [each for each in self._attempts.values() if each.is_to_look_at(now)]):
             for each in due:
                 each.looked_at = now
-            self._live.look([each.plan.journal for each in due])
+            self._live.look([each.spec.journal for each in due])
         for found in self._live.found():
             attempt = self._attempts.get(found.trial)
             if attempt is not None and attempt.number == found.attempt and found.report and found.reported_at:
                 yield LatestReport(found.trial, found.report, found.reported_at)
 
     def _said_in(self, entry: Entry, attempt: _RemoteAttempt) -> list[Message]:
-        trial = attempt.plan.trial.trial
+        trial = attempt.spec.trial.trial
         messages: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
         for event in entry.events:
             match event:
@@ -291,7 +291,7 @@ def _new_entries(
     """Read the entries of an attempt's journal that were not read yet, up to the first error of the target."""
     entries: list[Entry] = []
     with _noted(failed):
-        while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+        while (entry := next_entry(store, attempt.spec.journal, attempt.read)) is not None:
             attempt.read = entry.number
             entries.append(entry)
         attempt.unread_since = None

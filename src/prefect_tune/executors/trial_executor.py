@@ -51,9 +51,9 @@ Message: TypeAlias = TrialMessage | LatestReport | AttemptExited | RemoteAttempt
 _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchLink], State[Any]]
 
 
-def attempt_of(plan: TrialSpec) -> _AttemptTask:
+def attempt_of(spec: TrialSpec) -> _AttemptTask:
     """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
-    return _tagged(plan.tags)
+    return _tagged(spec.tags)
 
 
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
@@ -73,7 +73,7 @@ class TrialExecutor(Protocol):
 
     def __contains__(self, trial: str) -> bool: ...
 
-    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
         ...
 
@@ -121,22 +121,22 @@ Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], Non
 def attempts_on(threads: Executor) -> Launch:
     """Return a launch that runs each attempt's task in one of `threads`."""
 
-    def launch(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        threads.submit(copy_context().run, _call, attempt_of(plan), plan, request, link, ended)
+    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+        threads.submit(copy_context().run, _call, attempt_of(spec), spec, request, link, ended)
 
     return launch
 
 
-def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+def call_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
-    work = (_call, run_trial, plan, request, link, ended)
+    work = (_call, run_trial, spec, request, link, ended)
     threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 
-def _call(task: _AttemptTask, plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+def _call(task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     quote = skip_prefect_introspection
     try:
-        ended(error_in(run_to_state(task, quote(plan), quote(request), quote(link))))
+        ended(error_in(run_to_state(task, quote(spec), quote(request), quote(link))))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         ended(error)
 
@@ -175,13 +175,13 @@ class LocalExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._links
 
-    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         del attempt, absorbed  # a local attempt sends every entry through the queue
-        trial = plan.trial.trial
+        trial = spec.trial.trial
         link = InProcessLink(trial, self._inbox.put, self._pool)
         self._links[trial] = link
         self._launch(
-            plan, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
+            spec, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
         )
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:

@@ -42,28 +42,28 @@ class TrialParameters(Value):
     reuse: Reuse = "auto"
 
     @classmethod
-    def of(cls, plan: TrialSpec) -> TrialParameters:
-        """Return the parameters of `plan`.
+    def of(cls, spec: TrialSpec) -> TrialParameters:
+        """Return the parameters of `spec`.
 
         Raises:
             InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
         """
-        if ":" not in plan.trainable:
+        if ":" not in spec.trainable:
             raise InvalidInput(
                 "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
             )
-        if plan.isolation != "process":
+        if spec.isolation != "process":
             raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
         return cls(
-            **{name: getattr(plan, name) for name in _same_names()},
-            target=target_reference(plan.target),
-            sync=plan.sync.parameters(),
-            grace_period_seconds=plan.grace.total_seconds(),
-            silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
+            **{name: getattr(spec, name) for name in _same_names()},
+            target=target_reference(spec.target),
+            sync=spec.sync.parameters(),
+            grace_period_seconds=spec.grace.total_seconds(),
+            silence_timeout_seconds=spec.silence.total_seconds() if spec.silence else None,
         )
 
-    def plan(self) -> TrialSpec:
-        """Return the plan of these parameters."""
+    def spec(self) -> TrialSpec:
+        """Return the specification of these parameters."""
         silence = self.silence_timeout_seconds
         return TrialSpec(
             **{name: getattr(self, name) for name in _same_names()},

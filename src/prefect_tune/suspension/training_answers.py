@@ -32,33 +32,33 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def follow_up(plan: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]:
+def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]:
     """Return the answer's events, and those that carry it out: one entry, so that a retry after a kill does it.
 
     Nothing if another start of this run has carried out the answer.
     """
     if not (news := unjournaled(turn.news, state)):
         return ()
-    trial = state.trials.get(plan.trial.trial)
-    return [*news, *(_follows(plan, state, trial, turn.choice) if trial and turn.choice else ())]
+    trial = state.trials.get(spec.trial.trial)
+    return [*news, *(_follows(spec, state, trial, turn.choice) if trial and turn.choice else ())]
 
 
-def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
+def _follows(spec: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
     match choice.way:
         case "stop here":
             left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
             return [] if trial.phase in ENDED else [left]
         case "other checkpoint":
             back = Requeued(trial=trial.trial, reason=f"it returns to step {choice.checkpoint}, as chosen on Resume")
-            return [back, _copy(plan, state, trial, choice.checkpoint)]
+            return [back, _copy(spec, state, trial, choice.checkpoint)]
         case "continue" | "extend":
             return []
 
 
-def _copy(plan: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned:
+def _copy(spec: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned:
     """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
-    key = _checkpoint_at(plan.trial, trial, step)
-    cloned = clone_checkpoint(plan.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
+    key = _checkpoint_at(spec.trial, trial, step)
+    cloned = clone_checkpoint(spec.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
     reason = f"returned to step {step}, as chosen on Resume"
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
 

@@ -56,7 +56,7 @@ class Driver:
 
     def __init__(  # noqa: PLR0913  the collaborators of a run
         self,
-        plan: TrialSpec,
+        spec: TrialSpec,
         limits: SearchLimits,
         policy: SearchPolicy,
         executor: TrialExecutor,
@@ -66,20 +66,20 @@ class Driver:
         listener: SearchObserver,
         before_training: Callable[[], Sequence[Event]] = tuple,  # called once; the events precede the first attempt
     ) -> None:
-        self._plan = plan
+        self._spec = spec
         self._listener = listener
         self._before_training = before_training
         self._limits = limits
         self._policy = policy
         self._executor = executor
         self._log = log
-        self._pending_entry = PendingEntry(journal_writer, policy, listener, plan.sync.sync_period)
+        self._pending_entry = PendingEntry(journal_writer, policy, listener, spec.sync.sync_period)
         self._merger = TrialJournalMerger(self._pending_entry, policy, journal_writer)
         self._stopping = Stopping(limits, policy, executor, self._pending_entry, log)
         self._startable: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
         self._decisions = Decisions(
-            *(policy, executor, self._pending_entry, self._failure_handler), saves_at_end=plan.cadence.at_end
+            *(policy, executor, self._pending_entry, self._failure_handler), saves_at_end=spec.cadence.at_end
         )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
@@ -97,7 +97,7 @@ class Driver:
             return self._run(outside)
         except BaseException:
             with suppress(TuneError):  # the error that ended the search is the one to raise
-                have_ended(self._executor, self._plan.grace)
+                have_ended(self._executor, self._spec.grace)
             raise
 
     def _run(self, outside: Outside) -> Experiment:
@@ -166,14 +166,14 @@ class Driver:
             return self._without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                plan, trial = self._plan, trial_id(self._policy.proposed) if self._plan.apart else ONLY_TRIAL
-                self._put(TrialAdded(trial=trial, config=config, fingerprint=plan.fingerprint, apart=plan.apart))
+                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.apart else ONLY_TRIAL
+                self._put(TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, apart=spec.apart))
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.is_awaited
                 return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
-                if self._plan.apart:
+                if self._spec.apart:
                     self._log.info("no more trials: %s", reason)
                 self._search_is_done = True
                 return self._without_new_trials()
@@ -192,7 +192,7 @@ class Driver:
                 self._put(event)
             self._before_training = tuple
         state = self._state.trial(trial)
-        plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
+        spec = replace(self._spec, trial=TrialKey(experiment=self._state.name, trial=trial))
         number = state.attempt + (not finds)
         request = AttemptRequest(
             search_epoch=self._state.epoch,
@@ -206,7 +206,7 @@ class Driver:
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
-        self._pending_entry.then(lambda: self._executor.start(plan, request, number, state.absorbed))
+        self._pending_entry.then(lambda: self._executor.start(spec, request, number, state.absorbed))
         if finds:
             self._answer_again(trial)
 

@@ -47,9 +47,9 @@ class FarMachines:
         self.is_withdrawn = False
         self._ends: dict[str, tuple[threading.Event, Future[threading.Thread]]] = {}
 
-    def __call__(self, plan: TrialSpec, request: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, spec: TrialSpec, request: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         del line
-        trial = plan.trial.trial
+        trial = spec.trial.trial
         self.started.append((trial, attempt, request.milestone))
         self.requests.append(request)
         over, waiting = self._ends[trial] = threading.Event(), Future()

@@ -46,8 +46,8 @@ class InstantExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._trials
 
-    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
-        trial = plan.trial.trial
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+        trial = spec.trial.trial
         self._started(trial)
         self._trials[trial] = simulated = _Attempt(trial, absorbed, self._saved)
         self._inbox.extend(simulated.begin(attempt))

@@ -80,14 +80,14 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialSpec:
+def spec(tmp_path: Path) -> TrialSpec:
     target = LocalTarget(path=str(tmp_path))
     return plan_at(target, trainable="package.module:Name")
 
 
-def begin(plan: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
+def begin(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
     deployment = deployment or DeploymentLauncher("flow/deployment")
-    return deployment(plan, AttemptRequest(), StoreLink(plan.target, plan.trial, 1), 1)
+    return deployment(spec, AttemptRequest(), StoreLink(spec.target, spec.trial, 1), 1)
 
 
 def refused() -> None:
@@ -106,33 +106,33 @@ def gone() -> None:
     raise ObjectNotFound(http_exc=Exception("404"))
 
 
-def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: Api, plan: TrialSpec) -> None:
+def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: Api, spec: TrialSpec) -> None:
     api.troubles = [refused, answered(503), answered(429)]
-    begin(plan)
+    begin(spec)
     assert (len(api.runs), api.slept) == (1, [1.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize(("trouble", "error"), [(answered(422), PrefectHTTPStatusError), (gone, ObjectNotFound)])
 def test_what_waiting_cannot_mend_is_said_at_once(
-    api: Api, plan: TrialSpec, trouble: Callable[[], None], error: type[Exception]
+    api: Api, spec: TrialSpec, trouble: Callable[[], None], error: type[Exception]
 ) -> None:
     api.troubles = [trouble]
     with pytest.raises(error):
-        begin(plan)
+        begin(spec)
     assert api.slept == []
 
 
-def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, plan: TrialSpec) -> None:
+def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, spec: TrialSpec) -> None:
     api.troubles = [refused] * 99
     with pytest.raises(httpx.ConnectError):
-        begin(plan)
+        begin(spec)
     assert 240 < sum(api.slept) <= 300
 
 
 def test_a_run_is_polled_through_one_client_until_it_ends(
-    api: Api, plan: TrialSpec, monkeypatch: pytest.MonkeyPatch
+    api: Api, spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = begin(plan)
+    wait = begin(spec)
     (run,) = api.runs.values()
 
     def sleep(seconds: float) -> None:
@@ -146,24 +146,24 @@ def test_a_run_is_polled_through_one_client_until_it_ends(
 
 @pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])
 def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as_another_by_the_next(
-    api: Api, plan: TrialSpec, state: State
+    api: Api, spec: TrialSpec, state: State
 ) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    wait = begin(plan, deployment)
+    wait = begin(spec, deployment)
     (run,) = api.runs.values()
     run.state = state
     deployment.withdraw()
     wait()
     assert run.state.is_cancelled()
-    begin(plan)
+    begin(spec)
     assert [each.state is not None and each.state.is_scheduled() for each in api.runs.values()] == [False, True]
 
 
 def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
-    api: Api, plan: TrialSpec, monkeypatch: pytest.MonkeyPatch
+    api: Api, spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    wait = begin(plan, deployment)
+    wait = begin(spec, deployment)
     (run,) = api.runs.values()
     run.state = Running()
 
@@ -186,11 +186,11 @@ def died(api: Api) -> None:
     list(api.runs.values())[-1].state = Crashed()
 
 
-def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, plan: TrialSpec) -> None:
+def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, spec: TrialSpec) -> None:
     search = DeploymentLauncher("flow/deployment")
-    begin(plan, search)
+    begin(spec, search)
     died(api)
-    begin(plan, search)
+    begin(spec, search)
     _, second = api.runs.values()
     second.state = Running()
     looks: list[float] = []
@@ -200,39 +200,39 @@ def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_seco
         second.state = Completed()
 
     api.sleep = ends  # type: ignore[method-assign]  # for this one
-    begin(plan)()
+    begin(spec)()
     assert looks, "the live run is waited for, and not the dead one"
     assert len(api.runs) == 2
 
 
-def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan: TrialSpec) -> None:
+def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, spec: TrialSpec) -> None:
     search = DeploymentLauncher("flow/deployment")
-    begin(plan, search)
+    begin(spec, search)
     died(api)
-    begin(plan, search)
+    begin(spec, search)
     api.troubles = [lambda: None, refused]
-    begin(plan)
+    begin(spec)
     assert (api.slept, len(api.runs)) == ([1.0], 2)
 
 
 def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is_begun_again(
-    api: Api, plan: TrialSpec
+    api: Api, spec: TrialSpec
 ) -> None:
     search = DeploymentLauncher("flow/deployment")
     for _ in range(2):
-        begin(plan, search)
+        begin(spec, search)
         died(api)
     resumed = DeploymentLauncher("flow/deployment")
-    begin(plan, resumed)()
+    begin(spec, resumed)()
     assert len(api.runs) == 2
-    begin(plan, resumed)
+    begin(spec, resumed)
     assert [key.rpartition("/")[2] for key in api.runs] == ["1", "2", "3"]
 
 
 def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_is_not_taken(
-    api: Api, plan: TrialSpec
+    api: Api, spec: TrialSpec
 ) -> None:
     for experiment_id in ("deleted", "again", "again"):
         request = AttemptRequest(experiment_id=experiment_id)
-        DeploymentLauncher("flow/deployment")(plan, request, StoreLink(plan.target, plan.trial, 1), 1)
+        DeploymentLauncher("flow/deployment")(spec, request, StoreLink(spec.target, spec.trial, 1), 1)
     assert len(api.runs) == 2

@@ -32,7 +32,7 @@ def train(_config: object) -> None: ...
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialSpec:
+def spec(tmp_path: Path) -> TrialSpec:
     return TrialSpec(
         target=LocalTarget(path=str(tmp_path / "target")),
         trial=TrialKey(experiment=NAME, trial="trial"),
@@ -51,29 +51,29 @@ def known(**fingerprint: str) -> Experiment:
 
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
 def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
-    plan: TrialSpec, trainable: object
+    spec: TrialSpec, trainable: object
 ) -> None:
     with pytest.raises(InvalidInput, match="'Model'") as refused:
-        require_same_training(known(**name_of(trainable)), plan, {})
+        require_same_training(known(**name_of(trainable)), spec, {})
     assert repr(name_of(trainable)["trainable"]) in str(refused.value)
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
-def test_the_same_trainable_may_be_named_otherwise(plan: TrialSpec, trainable: object) -> None:
-    require_same_training(known(**name_of(trainable)), plan, {})
+def test_the_same_trainable_may_be_named_otherwise(spec: TrialSpec, trainable: object) -> None:
+    require_same_training(known(**name_of(trainable)), spec, {})
 
 
-def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: TrialSpec) -> None:
-    require_same_training(known(code="0123"), plan, {})
+def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: TrialSpec) -> None:
+    require_same_training(known(code="0123"), spec, {})
 
 
 # ---------------------------------------------------------------------------------------- complete trials
 
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
-def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialSpec, stopper: Stopper) -> None:
+def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
     done = Trial(trial="trial", config={}, status=Phase.FINISHED, step=7, metrics={"done": True})
-    assert has_had_enough(plan, done, stopper)
+    assert has_had_enough(spec, done, stopper)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialSp
     ],
 )
 def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
-    plan: TrialSpec, stopper: Stopper, enough: bool
+    spec: TrialSpec, stopper: Stopper, enough: bool
 ) -> None:
-    assert isinstance(plan.target, LocalTarget)
-    write_experiment(Path(plan.target.path), NAME, [1, 2, 3, 4])
-    plan = replace(plan, needs_curve=stopper.looks_back)
-    assert has_had_enough(plan, trial_at(plan.target, NAME), stopper) is enough
+    assert isinstance(spec.target, LocalTarget)
+    write_experiment(Path(spec.target.path), NAME, [1, 2, 3, 4])
+    spec = replace(spec, needs_curve=stopper.looks_back)
+    assert has_had_enough(spec, trial_at(spec.target, NAME), stopper) is enough

@@ -86,18 +86,18 @@ def _how_to_continue(state: Experiment) -> str:
     )
 
 
-def require_same_training(state: Experiment, plan: TrialSpec, config: Mapping[str, object]) -> None:
-    """Require that the experiment is new, or the single training that `plan` and `config` specify.
+def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[str, object]) -> None:
+    """Require that the experiment is new, or the single training that `spec` and `config` specify.
 
     Raises:
         InvalidInput: the experiment is a search, or trains another trainable or configuration.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
-    where = f"experiment {state.name!r} at {plan.target.uri}"
+    where = f"experiment {state.name!r} at {spec.target.uri}"
     if state.settings or any(trial.apart for trial in state.trials.values()):
         raise InvalidInput(f"{where} is a search: resume it by pt.resume(...), or choose another experiment name")
-    trial = state.trials.get(plan.trial.trial)
+    trial = state.trials.get(spec.trial.trial)
     if trial is None:
         return
     if trial.config != config:
@@ -105,7 +105,7 @@ def require_same_training(state: Experiment, plan: TrialSpec, config: Mapping[st
             f"{where}: expected its config {dict(trial.config)}, found {dict(config)}. "
             "Pass the same config, or choose another experiment name"
         )
-    before, now = trial.fingerprint.get("trainable"), plan.fingerprint.get("trainable")
+    before, now = trial.fingerprint.get("trainable"), spec.fingerprint.get("trainable")
     if before and now and before != now:
         raise InvalidInput(
             f"{where}: expected its trainable {before!r}, found {now!r}. Pass the same trainable, or choose another "

@@ -77,10 +77,10 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
     )
 
 
-def require_possible(plan: TrialSpec) -> None:
-    """Check the sync settings of a plan before anything is written.
+def require_possible(spec: TrialSpec) -> None:
+    """Check the sync settings of a specification before anything is written.
 
     Raises:
         InvalidInput: the syncer or the upload target is invalid.
     """
-    TrialArtifacts(plan, Path(), get_run_logger())
+    TrialArtifacts(spec, Path(), get_run_logger())
