@@ -9,6 +9,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Started, TrialAdded
+from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results.results import Results
 from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
@@ -20,7 +21,7 @@ _TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
     ("reason", "ends"),
     [
         (_TRACE, "Traceback: prefect-tune show file:///runs e --trial 0"),
-        ("the trial's process exited with code 3", "(prefect-tune resume file:///runs e --rerun-errored)"),
+        ("the trial's process exited with code 3", KEEPS_CONFIGURATIONS),
     ],
 )
 def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> None:

@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
+_HAS_BEGUN = "flow run has begun"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
 """Starts what a call with these arguments needs, on this task runner; entered for the duration of the call."""
 
 
-class FlowInterrupted(KeyboardInterrupt):
-    """Ctrl-C after a flow run began; a plain `KeyboardInterrupt` comes from before it."""
+def has_begun(interrupt: KeyboardInterrupt) -> bool:
+    """Return whether a flow run had begun when it was interrupted; False for other interrupts."""
+    return _HAS_BEGUN in vars(interrupt)
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -56,19 +58,23 @@ class FlowWithServer(Flow[_P, _R]):
 
         Raises:
             InvalidInput: an argument is wrong.
-            KeyboardInterrupt: Ctrl-C, a `FlowInterrupted` if the flow run had begun. Its message says what to do; its
-                traceback has no line of Prefect.
+            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect. `has_begun`
+                says whether the flow run had begun.
         """
-        kind: type[KeyboardInterrupt] = KeyboardInterrupt
+        found: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             arguments = require_valid(self, args, options)
             with self.call_context(self.name), ExitStack() as resources:
                 _have_server(resources, partial(self._prestarted, arguments))
-                kind, advice = FlowInterrupted, f"{self.name} was interrupted: run it again to continue"
+                advice = f"{self.name} was interrupted: run it again to continue"
+                found[_HAS_BEGUN] = True
                 return super().__call__(*args, **options)
         except KeyboardInterrupt as interrupt:
-            raise kind(*(interrupt.args or (advice,))) from None
+            # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
+            again = KeyboardInterrupt(*(interrupt.args or (advice,)))
+            vars(again).update(found)
+            raise again from None
 
     def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
         return nullcontext() if self.prestart is None else self.prestart(arguments, self.task_runner)

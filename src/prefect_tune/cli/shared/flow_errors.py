@@ -22,7 +22,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
 
-    from prefect_tune.prefect_api.flow_with_server import FlowInterrupted
+    from prefect_tune.prefect_api.flow_with_server import has_begun
 
     # During a flow Prefect handles SIGTERM; when the run has ended, it sends the signal again, to this handler.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -30,8 +30,8 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
         with _without_traces():
             yield
     except KeyboardInterrupt as interrupt:
-        has_begun = isinstance(interrupt, FlowInterrupted)
-        print(when_interrupted if has_begun else "stopped before it began; nothing was started", file=sys.stderr)
+        advice = when_interrupted if has_begun(interrupt) else "stopped before it began; nothing was started"
+        print(advice, file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error
