@@ -89,9 +89,10 @@ def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Un
 @pytest.mark.parametrize("road", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
 def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, untrusted: Untrusted) -> None:
     untrusted.forge(road)
-    with pytest.raises(UnsafePayload, match="experiment 'copy'"):
+    with pytest.raises(UnsafePayload, match="experiment 'e'"):  # refused before the fork is written
         pt.resume("e", target=untrusted.target, fork="copy")
     assert not untrusted.marker.exists()
+    require_untouched(untrusted)
 
 
 def everything(untrusted: Untrusted) -> Mapping[str, Any]:

@@ -153,6 +153,7 @@ def test_a_trial_that_is_stopped_does_not_wait_for_an_import_of_the_process_that
             time.sleep(600)
         class Trains(pt.Trainable):
             def step(self): return {{"x": 1}}
+            def save_checkpoint(self, checkpoint_dir): pass
             def reset_config(self, config): return config["x"] == 0
     """)
     first, second = (module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"}) for x in (0, 1))
