@@ -44,11 +44,11 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
             deployment.
         StoreUnavailable: the Prefect server did not answer.
     """
-    match _read(value):
-        case StorageTarget() as target:
-            return target
-        case (str(block_type), str(name)):
-            return _load(block_type, name)
+    return _resolved(_read(value))
+
+
+def _resolved(found: StorageTarget | tuple[str, str]) -> StorageTarget:
+    return found if isinstance(found, StorageTarget) else _load(*found)
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
@@ -56,7 +56,7 @@ def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTa
 
     Raises as `resolve_target`.
     """
-    target = resolve_target(value)
+    target = _resolved(_read(value, is_read=True))
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
@@ -98,11 +98,12 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
     raise InvalidInput(f"expected the fields of a target, with a block_type_slug among {', '.join(sorted(kinds))}")
 
 
-def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tuple[str, str]:
+def _read(value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False) -> StorageTarget | tuple[str, str]:
+    """Return the target, or the type and name of a saved block; `is_read`: nothing will be written there."""
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        return _folder(os.fspath(value))
+        return _folder(os.fspath(value), is_read=is_read)
     if not isinstance(value, str):
         raise InvalidInput(
             f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
@@ -114,10 +115,10 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
         return kind._at(value, location)  # noqa: SLF001  as above
     slug = BLOCK_SLUG.fullmatch(value)
-    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value)
+    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value, is_read=is_read)
 
 
-def _folder(given: str) -> LocalTarget:
+def _folder(given: str, *, is_read: bool) -> LocalTarget:
     if _VARIABLE.match(given):
         raise InvalidInput(
             f"target: {given!r}: environment variables are not expanded; write os.path.expandvars({given!r}), or "
@@ -125,12 +126,11 @@ def _folder(given: str) -> LocalTarget:
         )
     path = Path(given)
     is_relative = not path.is_absolute() and not given.startswith("~")
-    if is_relative and _is_in_run_of_deployment():
+    if is_relative and not (is_read and path.is_dir()) and _is_in_run_of_deployment():
         raise InvalidInput(
-            f"target {given!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: it "
-            f"would be below the working directory of this run, {Path.cwd()}, which its worker deletes or another run "
-            "does not have. Nothing was written: pass /absolute/path, a URI such as s3://bucket/runs, or the type/name "
-            "of a saved block"
+            f"target: {given!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: "
+            f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary, and not that "
+            "of the next run. Pass /absolute/path, a URI such as s3://bucket/runs, or the type/name of a saved block"
         )
     return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
 

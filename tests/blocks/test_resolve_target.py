@@ -17,6 +17,7 @@ from prefect_tune.blocks import (
     LocalTarget,
     S3Target,
     StorageTarget,
+    resolve_existing,
     resolve_target,
     target_reference,
 )
@@ -221,3 +222,14 @@ def test_a_run_of_a_deployment_refuses_a_relative_path(
     assert resolve_target(str(tmp_path)) == LocalTarget(path=str(tmp_path))
     assert resolve_target("~/runs") == LocalTarget(path="~/runs")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_of_a_deployment_may_read_a_relative_folder_that_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "2b6b9c0e-5a3c-4b0f-9d5e-1f1f5a1b2c3d")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="found a relative path"):
+        resolve_existing("./runs")
+    (tmp_path / "runs").mkdir()
+    assert resolve_existing("./runs") == LocalTarget(path=str(tmp_path / "runs"), must_exist=True)

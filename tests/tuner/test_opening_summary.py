@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events.experiment_events import Adopted, Started, TrialAdded
-from prefect_tune.tuner.opening_summary import warn_of_takeover
+from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.tuner.opening_summary import log_finished, warn_of_takeover
 from tests.core.histories import opened, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -25,3 +26,25 @@ def test_a_takeover_names_the_run_that_may_be_alive(started: int, lines: int) ->
     assert len(recorder.lines) == lines
     for line in recorder.lines:
         assert line.startswith(f"takes over from {state.owner}, which left 1 trial running")
+
+
+@pytest.mark.parametrize(
+    ("options", "then", "lines"),
+    [
+        ({}, [], 1),
+        ({"rerun_errored": "only"}, [], 0),
+        ({}, [StopAsked(reason="time budget")], 0),
+    ],
+    ids=["nothing was left", "only errored ones were wanted", "it ended early"],
+)
+def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
+    options: dict[str, object], then: list[Event], lines: int
+) -> None:
+    store, recorder = MemoryStore(), LogRecorder()
+    started = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
+    events = [Adopted(), TrialAdded(trial="t", config={}), started, Finished(trial="t", reason="done", returned=True)]
+    found = append(store, opened(store), events, stamp("done"))
+    ended = append(store, found, then, stamp("ended")) if then else found
+    plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
+    log_finished(plan, found, ended, log_to(recorder))
+    assert len(recorder.lines) == lines

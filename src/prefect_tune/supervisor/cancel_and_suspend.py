@@ -57,8 +57,8 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
             if is_suspended():
                 _suspend(stop, done)
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
-        stop.set()
         try:
+            stop.set()
             _wait_out(done, grace)
         except KeyboardInterrupt:
             abandoned.set()  # the supervisor of each trial kills it
@@ -131,16 +131,22 @@ def _give_up(done: Future[_T]) -> None:
     """Remove the live table, and give the ends of the killed trials 1 s to be journaled."""
     # It is called before Python waits for the threads of executors. Prefect uses the same function.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook is as early
-    at_exit(partial(_end_without, done))
+    at_exit(partial(_end_without, done, frozenset(threading.enumerate())))
     end_display()
     get_run_logger().warning("interrupted again: every trial is killed")
     _wait(done, _LAST_MOMENT_SECONDS)
 
 
-def _end_without(done: Future[_T]) -> None:
-    """At the exit of the interpreter: end the process by SIGINT if `done` is not done within 1 s."""
+def _end_without(done: Future[_T], known: frozenset[threading.Thread]) -> None:
+    """At the exit of the interpreter: end the process by SIGINT if `done` is not done within 1 s.
+
+    Threads that are not `known` are waited for: a script that has caught the interrupt has started them since.
+    """
     logging.raiseExceptions = False  # what still logs would print that Prefect can no longer send it
     if not _wait(done, _LAST_MOMENT_SECONDS):
+        for each in threading.enumerate():
+            if not each.daemon and each not in known:
+                each.join()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # it is closed, or None
                 stream.flush()

@@ -44,12 +44,14 @@ def warn_of_takeover(found: Experiment, log: Log) -> None:
         )
 
 
-def log_finished(found: Experiment, ended: Experiment, log: Log) -> None:
+def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Log) -> None:
     """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained."""
     if (
         found.trials
         and all(each.phase in ENDED for each in found.trials.values())
         and _attempts(found) == _attempts(ended)
+        and not ended.ends
+        and plan.reruns_errored != "only"
     ):
         log.info(
             "experiment %r was finished already, and this run trained nothing: to train more, raise num_samples or "

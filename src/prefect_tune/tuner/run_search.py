@@ -137,7 +137,8 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 )
                 ended = driver.run(stop_requests)
                 say_code(ended, now, CODE_UNUSED, log)
-                log_finished(state, ended, log)
+                if not stop.is_set():
+                    log_finished(now, state, ended, log)
                 return ended
 
     with as_one_owner(turn):

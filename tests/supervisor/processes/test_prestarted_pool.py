@@ -62,3 +62,15 @@ def test_one_that_does_not_fit_has_ended_before_the_search_trains(
 def test_one_without_a_search_ends_with_its_block(module: Module, ours: Family) -> None:
     with nothing_left(), prestarting(f"{module.name}:train", slots=2, reuse="auto"):
         ours.one("tune-forkserver")
+
+
+def test_one_of_another_trainable_ends_when_its_flow_imports_its_own(
+    module: Module, recorder: LogRecorder, ours: Family
+) -> None:
+    with nothing_left(), prestarting(f"{module.name}:another", slots=0):
+        log = log_to(recorder)
+        with process_pool(log, slots=0) as pool:
+            pool.prepare(f"{module.name}:train", log)
+            with pool.process(module.start(1), log) as channel:
+                metrics_of(channel)
+                assert len(ours.pids("trial")) <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,17 +23,20 @@ class _LateLog(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logging.getLogger(__name__))
         self._run_log: Log | None = None
         self._early: list[tuple[Any, ...]] = []
+        self._guard = threading.Lock()
 
     def forward_to(self, log: Log) -> None:
-        self._run_log = log
-        for level, message, *arguments in self._early:
-            log.log(level, message, *arguments)
+        with self._guard:
+            self._run_log = log
+            for level, message, *arguments in self._early:
+                log.log(level, message, *arguments)
 
     def log(self, level: int, msg: object, *args: object, **_: Any) -> None:
-        if self._run_log is None:
-            self._early.append((level, msg, *args))
-        else:
-            self._run_log.log(level, msg, *args)
+        with self._guard:
+            if self._run_log is None:
+                self._early.append((level, msg, *args))
+            else:
+                self._run_log.log(level, msg, *args)
 
 
 @dataclass(slots=True)

@@ -169,11 +169,10 @@ class TrialProcessPool:
     def _import_ahead(self, kind: TrialKind) -> None:
         """Fork a process in advance, and have it import the trainable, unless that is a long pickle."""
         request = Preload(trainable=kind.trainable, import_path=kind.import_path)
-        if len(kind.trainable) > _LONGEST_PRELOAD:
+        if len(kind.trainable) > _LONGEST_PRELOAD or any(each[0] == kind for each in self._expected):
             return
+        self._end_expected(timedelta(0))  # one of another kind serves no trial: without slots there is one trainable
         with self._guard, suppress(OSError):
-            if any(each[0] == kind for each in self._expected):
-                return
             self._expected.append((kind, pending := self._forks.plain(kind).fork()))
             pending.import_ahead(request, kind.whole_environment)
 
@@ -217,12 +216,12 @@ class TrialProcessPool:
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
         _dismiss([child for _, child in leaving])
 
-    def _end_expected(self) -> None:
+    def _end_expected(self, patience: timedelta = _GOODBYE) -> None:
         with self._guard:
             leaving, self._expected = self._expected, []
         for _, each in leaving:
             each.dismiss()
-        deadline = Deadline.after(_GOODBYE)
+        deadline = Deadline.after(patience)
         for _, each in leaving:
             each.end(timedelta(seconds=deadline.remaining_seconds))
 
