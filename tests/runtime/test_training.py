@@ -216,6 +216,17 @@ def test_what_a_trainable_raises_says_whose_fault_it_is(
     assert broke.cause is cause
 
 
+def test_a_parser_that_another_thread_disturbs_fails_no_trial(
+    trained: Callable[..., Sequence[FromTrial]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disturbed(_trainable: object) -> str:
+        raise SystemError("AST constructor recursion depth mismatch (before=42, after=113)")
+
+    monkeypatch.setattr("inspect.getsource", disturbed)
+    said = trained(lambda _config: {"loss": 1.0})
+    assert isinstance(said[-1], TrialEnded)
+
+
 def test_a_traceback_begins_in_the_trainable(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def divides(_config: Config) -> None:
         1 / 0  # noqa: B018  the error is the point

@@ -19,7 +19,7 @@ def code_of(trainable: object) -> str:
     """
     try:
         source = _source_named(trainable) if isinstance(trainable, str) else _source_of(trainable)
-    except (TypeError, OSError, SyntaxError, ValueError, ImportError):
+    except (TypeError, OSError, SyntaxError, ValueError, ImportError, SystemError):  # the last: see `trial_process`
         return ""
     return digest_of(source.encode())[:16] if source else ""
 

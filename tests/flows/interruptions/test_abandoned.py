@@ -120,4 +120,4 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)
     ended = experiment_at(local_target, NAME)
-    assert [each.status for each in ended.trials.values()] == [Status.COMPLETED] * 2
+    assert all(each.status in {Status.COMPLETED, Status.PRUNED} for each in ended.trials.values())

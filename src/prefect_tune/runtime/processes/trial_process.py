@@ -326,7 +326,7 @@ def _code(trainable: type | TrainFunction) -> str:
         return imported[1]
     try:
         return digest_of(inspect.getsource(trainable).encode())[:16]
-    except (TypeError, OSError):
+    except (TypeError, OSError, SystemError):  # the last: Python 3.11's parser, while another thread parses too
         return ""
 
 
