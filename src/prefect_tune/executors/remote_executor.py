@@ -26,11 +26,11 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.live_status_reader import LiveStatusReader
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
-from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import experiment_id
+from prefect_tune.tasks.on_target import on_target
 
 _REQUEST = timedelta(seconds=60)
 _UNREAD = timedelta(minutes=10)
@@ -121,7 +121,7 @@ class RemoteExecutor:
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = spec.trial.trial
-        self._on_store(lambda store: take_back(store, spec.trial, attempt))
+        on_target(self._target, lambda store: take_back(store, spec.trial, attempt), _REQUEST)
         sharing = PoolSharing(request.search_epoch, spec.reuse)
         link = StoreLink(self._target, spec.trial, attempt, spec.sync.live_period, sharing)
         wait = self._elsewhere(spec, replace(request, experiment_id=self._id_of(spec)), link, attempt)
@@ -266,14 +266,7 @@ class RemoteExecutor:
                     pass
 
         if replies:
-            self._on_store(send)
-
-    def _on_store(self, act: Callable[[ObjectStore], None]) -> None:
-        def acted() -> None:
-            with self._target.open(timeout=_REQUEST) as store:
-                act(store)
-
-        with_retries(acted)
+            on_target(self._target, send, _REQUEST)
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
@@ -20,15 +19,14 @@ from prefect_tune.core.recovery.stale_reads import is_deletion
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.tasks.on_target import on_target
 from prefect_tune.terminal.data_age import freshness_of
 
 __all__ = ["ExperimentContents", "contents_of", "delete_experiment"]
 
 _TIMEOUT = timedelta(minutes=30)
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def delete_experiment(experiment: str, *, target: StorageTarget | str, even_if_r
         with transfer_pool() as transfers:
             return remove(store, experiment, owner, stamp, side_by_side=transfers)
 
-    return _on_store(place, delete)
+    return on_target(place, delete, _TIMEOUT)
 
 
 def contents_of(experiment: str, *, target: StorageTarget | str, even_if_running: bool = False) -> ExperimentContents:
@@ -87,15 +85,7 @@ def contents_of(experiment: str, *, target: StorageTarget | str, even_if_running
             _require_no_run(store, state, place.uri)
         return _contents(experiment, state, store.list(experiment))
 
-    return _on_store(place, look)
-
-
-def _on_store(place: StorageTarget, act: Callable[[ObjectStore], _Result]) -> _Result:
-    def acted() -> _Result:
-        with place.open(timeout=_TIMEOUT) as store:
-            return act(store)
-
-    return with_retries(acted)
+    return on_target(place, look, _TIMEOUT)
 
 
 def _state(store: ObjectStore, name: str, uri: str) -> Experiment | None:

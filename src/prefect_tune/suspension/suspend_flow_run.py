@@ -17,12 +17,12 @@ from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
 from prefect.states import Paused, Suspended
 
+from prefect_tune.prefect_api.api_errors import is_temporary
 from prefect_tune.prefect_api.flow_runs.run_states import in_order, is_resumed
 from prefect_tune.prefect_api.flow_runs.suspension import set_with_form, suspended_state
 
 _PREFIX = "prefect-tune-"
 _POLL_INTERVAL = timedelta(seconds=2)
-_LATER = {408, 429}
 _Read = TypeVar("_Read")
 
 
@@ -98,10 +98,8 @@ def _read(ask: Callable[[], _Read]) -> _Read:
     while True:
         try:
             return ask()
-        except httpx.TransportError:
-            pass
-        except httpx.HTTPStatusError as error:
-            if not (error.response.is_server_error or error.response.status_code in _LATER):
+        except httpx.HTTPError as error:
+            if not is_temporary(error):
                 raise
         time.sleep(_POLL_INTERVAL.total_seconds())
 

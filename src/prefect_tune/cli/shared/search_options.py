@@ -59,15 +59,15 @@ def _one_or_more(given: Sequence[str]) -> object:
     return plain[0] if len(plain) == 1 else plain
 
 
-def _seconds(option: str) -> Callable[[float], float]:
-    """Return a reader of seconds, which refuses nan and inf."""
+def _seconds(option: str, about: str) -> _Option:
+    """Return an option of seconds, which refuses nan and inf."""
 
     def read(given: float) -> float:
         if isfinite(given):
             return given
         raise WrongUsage(f"{option}: expected a finite number of seconds, found {given:g}")
 
-    return read
+    return _Option(metavar="S", kind=float, read=read, about=about)
 
 
 def _cadence(steps: int) -> object:
@@ -115,12 +115,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "seed": _Option(metavar="N", kind=int, about="Seed of all draws. Default: from EXPERIMENT."),
     "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
     "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
-    "time_budget_seconds": _Option(
-        metavar="S",
-        kind=float,
-        read=_seconds("--time-budget-seconds"),
-        about="After S seconds save all trials and end.",
-    ),
+    "time_budget_seconds": _seconds("--time-budget-seconds", "After S seconds save all trials and end."),
     "checkpoint_every": _Option(
         metavar="STEPS",
         kind=int,
@@ -180,18 +175,8 @@ _OPTIONS: Mapping[str, _Option] = {
     "reuse": _Option(
         metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: fork, keep, never, or auto."
     ),
-    "grace_period_seconds": _Option(
-        metavar="S",
-        kind=float,
-        read=_seconds("--grace-period-seconds"),
-        about="Time to save after a stop signal. Default: 25.",
-    ),
-    "silence_timeout_seconds": _Option(
-        metavar="S",
-        kind=float,
-        read=_seconds("--silence-timeout-seconds"),
-        about="Restart a trial after S without a report.",
-    ),
+    "grace_period_seconds": _seconds("--grace-period-seconds", "Time to save after a stop signal. Default: 25."),
+    "silence_timeout_seconds": _seconds("--silence-timeout-seconds", "Restart a trial after S without a report."),
     "resume": _Option(
         metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: EXPERIMENT exists; never: it is new."
     ),

@@ -72,9 +72,8 @@ def prestarting(
             _prestarted.reset(before)
 
 
-@contextmanager
-def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> Iterator[TrialProcessPool]:
-    """Yield a pool of trial processes: the one that was started before, if it has these slots and this `reuse`.
+def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> TrialProcessPool:
+    """Return a pool of trial processes: the one that was started before, if it has these slots and this `reuse`.
 
     Args:
         log: receives what the import has printed so far.
@@ -82,16 +81,10 @@ def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> Iterator[Tr
         reuse: see `TrialProcessPool`.
     """
     begun = _prestarted.get()
-    if begun is None or begun.is_taken:
-        with TrialProcessPool(slots=slots, reuse=reuse) as pool:
-            yield pool
-        return
-    begun.is_taken = True
-    if begun.serves != (slots, reuse):
+    if begun is not None and not begun.is_taken:
+        begun.is_taken = True
+        if begun.serves == (slots, reuse):
+            begun.log.forward_to(log)
+            return begun.pool
         begun.pool.close()
-        with process_pool(log, slots=slots, reuse=reuse) as pool:
-            yield pool
-        return
-    begun.log.forward_to(log)
-    with begun.pool as pool:
-        yield pool
+    return TrialProcessPool(slots=slots, reuse=reuse)
