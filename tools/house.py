@@ -18,11 +18,11 @@ from statistics import median
 
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # the numbers hold here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, the fullest folder, a reason for each exemption
-FILE_LINES = 400
-FILE_LINES_BESIDE = 500
+FILE_LINES = 600
+FILE_LINES_BESIDE = 600
 FOLDER_FILES = 15
-FUNCTION_LINES = 50
-FUNCTION_LINES_MEDIAN = 10
+FUNCTION_LINES = 60
+FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
 
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
