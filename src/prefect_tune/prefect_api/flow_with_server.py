@@ -11,23 +11,27 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from prefect import Flow
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+from prefect.states import Cancelled
 from prefect.task_runners import TaskRunner
 
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
 if TYPE_CHECKING:
+    from types import TracebackType
     from typing import Self
 
 _SERVER_MODULE = "prefect.server.api.server"
@@ -58,8 +62,8 @@ class FlowWithServer(Flow[_P, _R]):
 
         Raises:
             InvalidInput: an argument is wrong.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect. `has_begun`
-                says whether the flow run had begun.
+            KeyboardInterrupt: Ctrl-C. Its message says what to do; if nothing catches it, Python prints no traceback.
+                `has_begun` says whether the flow run had begun, which then ends as *Interrupted*, of type Cancelled.
         """
         found: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
@@ -69,11 +73,13 @@ class FlowWithServer(Flow[_P, _R]):
                 _have_server(resources, partial(self._prestarted, arguments))
                 advice = f"{self.name} was interrupted: run it again to continue"
                 found[_HAS_BEGUN] = True
-                return super().__call__(*args, **options)
+                with _interrupts_raised_after_the_run():
+                    return super().__call__(*args, **options)
         except KeyboardInterrupt as interrupt:
             # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(found)
+            _print_without_traceback(again)
             raise again from None
 
     def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -104,12 +110,58 @@ def flow_with_server(
     """
 
     def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
-        flow = FlowWithServer(function, **options)
+        flow = FlowWithServer(_ending_as_interrupted(function), **options)
         flow.call_context = call_context
         flow.prestart = prestart
         return flow
 
     return made
+
+
+# The interrupts of the call of a flow in this context. Runs of deployments are not calls: Prefect sets their states.
+_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_interrupts", default=None)
+
+
+@contextmanager
+def _interrupts_raised_after_the_run() -> Iterator[None]:
+    token = _interrupts.set(interrupts := [])
+    try:
+        yield
+    finally:
+        _interrupts.reset(token)
+        if interrupts:
+            raise interrupts[0]
+
+
+def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return the function of a flow whose call ends in the state Interrupted on Ctrl-C, which Prefect calls a crash."""
+
+    @wraps(function)
+    def run(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except KeyboardInterrupt as interrupt:
+            if (interrupts := _interrupts.get()) is None:
+                raise
+            interrupts.append(interrupt)
+            return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
+
+    # Prefect looks for the names in annotations in the module of `run`, which is this one.
+    vars(run)["__signature__"] = signature(function, eval_str=True)
+    return run
+
+
+def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:
+    """Have Python print only the message of `interrupt` if nothing catches it: its traceback says nothing more."""
+    other = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt:
+            sys.stderr.write(f"KeyboardInterrupt: {error}\n")
+        else:
+            other(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:
