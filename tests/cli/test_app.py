@@ -136,6 +136,14 @@ def test_that_the_server_refuses_the_blocks_is_not_said_to_be_silence(run: Run, 
     )
 
 
+def test_without_a_server_no_block_is_registered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        done = run("blocks", "register")
+    assert done.code
+    assert done.err.startswith("prefect-tune: blocks: no Prefect server is set up to store them: ")
+
+
 @pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
 def test_the_demo_ends_with_0_only_if_everything_held(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
@@ -31,6 +33,7 @@ __all__ = [
     "write_live_status",
 ]
 
+MOST_PERIOD_SECONDS = 24 * 3600.0
 _TRIES = 3  # a listing may be older than the deletion of what it lists
 
 
@@ -59,7 +62,7 @@ class LiveStatus(Document):
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
-    period_seconds: float
+    period_seconds: Annotated[float, Field(gt=0, le=MOST_PERIOD_SECONDS)]
     """The time until the owner writes the next one."""
     trials: tuple[RunningTrial, ...]
 
