@@ -124,7 +124,8 @@ _interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_interrupt
 
 @contextmanager
 def _interrupts_raised_after_the_run() -> Iterator[None]:
-    token = _interrupts.set(interrupts := [])
+    interrupts: list[KeyboardInterrupt] = []
+    token = _interrupts.set(interrupts)
     try:
         yield
     finally:
