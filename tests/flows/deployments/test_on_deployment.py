@@ -148,7 +148,7 @@ def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec)
         until.wait(timeout=60)
         until.wait(timeout=60)
 
-    api.sleep = sleep  # type: ignore[method-assign]  # for this one
+    api.sleep = sleep  # type: ignore[assignment, method-assign]  # for this one
     waiting = [threading.Thread(target=deployment.wait_for, args=(run,), daemon=True) for run in runs]
     for each in waiting:
         each.start()
@@ -169,7 +169,7 @@ def test_a_start_does_not_wait_for_the_api_in_the_thread_of_the_search(api: Api,
     api.troubles = [refused]
     wait = DeploymentLauncher("flow/deployment")(spec, AttemptRequest(), StoreLink(spec.target, spec.trial, 1), 1)
     assert (api.slept, api.runs) == ([], {})
-    api.sleep = lambda _: finish(api)  # type: ignore[method-assign]  # for this one
+    api.sleep = lambda _: finish(api)  # type: ignore[assignment, method-assign]  # for this one
     wait()
     assert len(api.runs) == 1
 
