@@ -134,6 +134,14 @@ def _interrupts_raised_after_the_run() -> Iterator[None]:
             raise interrupts[0]
 
 
+def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
+    """A function, since Dask pickles the flow with the variables that it names, and no `ContextVar` can be pickled."""
+    if (interrupts := _interrupts.get()) is None:
+        return False
+    interrupts.append(interrupt)
+    return True
+
+
 def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return the function of a flow whose call ends in the state Interrupted on Ctrl-C, which Prefect calls a crash."""
 
@@ -142,9 +150,8 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **options)
         except KeyboardInterrupt as interrupt:
-            if (interrupts := _interrupts.get()) is None:
+            if not _is_raised_after_the_run(interrupt):
                 raise
-            interrupts.append(interrupt)
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
 
     # Prefect looks for the names in annotations in the module of `run`, which is this one.
