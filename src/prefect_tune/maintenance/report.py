@@ -12,6 +12,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from prefect_tune.core.models import digest_of, plural, shown_size
+from prefect_tune.core.texts import visible
 
 _SHOWN_ROWS = 100
 
@@ -197,5 +198,5 @@ def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def _cell(text: str) -> str:
     """Escape and shorten text from the target: it must not end the cell, or start markup."""
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")
