@@ -157,7 +157,8 @@ def _as_journaled(result: AttemptResult, spec: TrialSpec, log: Log) -> AttemptRe
     """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
     if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, spec)) is None:
         return result
-    log.warning("the trial had finished, and its last checkpoint was committed, when %s", result.outcome.message)
+    why = visible(result.outcome.message)
+    log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
     return ended
 
 

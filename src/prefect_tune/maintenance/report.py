@@ -142,7 +142,7 @@ def markdown(report: MaintenanceReport) -> str:
     """Return the page: first the damage, then the work done, then the work left."""
     what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
     found = "new damage" if report.new_damage else "damage, reported before" if report.damaged else "no damage found"
-    return "\n".join(
+    page = "\n".join(
         [
             f"# {what}",
             "",
@@ -159,6 +159,7 @@ def markdown(report: MaintenanceReport) -> str:
             *_section("Not checked", ("experiment", "what", "why"), _left(report)),
         ]
     )
+    return visible(page)
 
 
 def _damaged(report: MaintenanceReport) -> Iterable[Sequence[object]]:
@@ -198,5 +199,5 @@ def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def _cell(text: str) -> str:
     """Escape and shorten text from the target: it must not end the cell, or start markup."""
-    line = visible(" ".join(text.split()))
+    line = " ".join(text.split())
     return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")

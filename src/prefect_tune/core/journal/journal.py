@@ -367,5 +367,6 @@ def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
     opened = next((event.owner for event in winner.events if isinstance(event, Opened)), None)
     how = f"owner {winner.epoch}, {opened}, took over" if opened else f"another process wrote as owner {winner.epoch}"
     return Superseded(
-        f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. Stop here: it continues there, and every committed checkpoint is kept"
+        f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. "
+        "Stop here: it continues there, and every committed checkpoint is kept"
     )

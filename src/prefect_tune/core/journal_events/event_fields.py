@@ -52,7 +52,7 @@ class Owner(Value):
         return without_unset(without_none(dump(self), "task_run"), "by_hand", "search_epoch", "attempt")
 
     def is_behind(self, other: Owner) -> bool:
-        """Return whether this attempt was started before `other`'s, by the search's term and attempt; False if unknown."""
+        """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
         mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
         return self.search_epoch > 0 and mine < theirs
 
