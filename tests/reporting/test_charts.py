@@ -127,6 +127,19 @@ def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted
     assert (len(history.curves["0"]["m00"]), history.curves["0"]["m00"][-1]) <= (24, (199, 199.0))
 
 
+@pytest.mark.parametrize("last", [1, 2, 3, 11, 27, 1000, 10**6])
+def test_a_step_is_a_whole_number_on_its_axis(last: int) -> None:
+    search = JournalBuilder()
+    search.adds("0", {"x": 0})
+    search.starts("0")
+    for step in sorted({1, last}):
+        search.trains("0", step, {"loss": 1.0 / step})
+    svg = learning_curves(search.report_input())
+    ticks = re.findall(r'text-anchor="middle">([^<]*)<', svg or "")
+    assert ticks
+    assert all(each.replace(",", "").isdecimal() for each in ticks)
+
+
 SPACE = {
     "lr": {"loguniform": [1e-4, 1e-1]},
     "width": {"lograndint": [8, 512]},

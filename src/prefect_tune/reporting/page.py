@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
@@ -49,6 +49,10 @@ _FIGURES = (
         ),
     ),
 )
+_LEGENDS_OF_A_FRONT: Mapping[Callable[[ReportInput], str | None], str] = {
+    learning_curves: "Orange: the Pareto front. Blue: the others.",
+    parallel_coordinates: "A line is a trial. Orange: the Pareto front.",
+}
 
 
 def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
@@ -161,13 +165,15 @@ def _figures(report_input: ReportInput) -> Iterator[Block]:
             continue
         if svg is not None:
             yield Heading(title)
+            if len(report_input.best) > 1:
+                legend = _LEGENDS_OF_A_FRONT.get(draw, legend)  # noqa: PLW2901  no trial is the best
             said = _legend_of_curves(report_input, legend) if draw is learning_curves else legend
             yield Figure(svg, f"{title} of {report_input.experiment.name}", said)
 
 
 def _legend_of_curves(report_input: ReportInput, legend: str) -> str:
     history = report_input.history
-    said = [legend] if report_input.objective is not None else []
+    said = [legend] if report_input.ranking else []
     if history.others and len(history.curves) > SMALL_CURVES:
         said.append(f"Small: the other metrics, of {SMALL_CURVES} trials.")
     if more := history.metric_count - len(history.metrics) - len(history.others):

@@ -29,6 +29,8 @@ class Scale:
     begin: float
     end: float
     is_log: bool = False
+    is_whole: bool = False
+    """Whether only whole numbers have a tick."""
 
     def at(self, value: float) -> float:
         """Return the position of `value`."""
@@ -45,9 +47,10 @@ class Scale:
         return math.log10(max(value, self.low * 1e-3)) if self.is_log else value
 
     def _round_numbers(self, most: int) -> Sequence[float]:
-        rough = (self.high - self.low) / max(1, most - 1)
+        rough = max((self.high - self.low) / max(1, most - 1), 1.0 if self.is_whole else 0.0)
         size = 10.0 ** math.floor(math.log10(rough))
-        step = next(each * size for each in _STEPS if each * size >= rough * 0.999)
+        steps = (each * size for each in _STEPS if not self.is_whole or each * size % 1 == 0)
+        step = next(each for each in steps if each >= rough * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
@@ -119,7 +122,7 @@ class Frame:
 
 def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[str, str]) -> None:
     """Draw a grid at the ticks of two scales, and label the axes."""
-    draw_y_axis(drawing, frame, y, max(4, int((frame.bottom - frame.top) / 38)))
+    draw_y_axis(drawing, frame, y, max(5, int((frame.bottom - frame.top) / 38)))
     for place, said in x.ticks(max(5, int((frame.right - frame.left) / 80))):
         drawing.line([(place, frame.bottom), (place, frame.bottom + 4)], Pen(GREY, 1, 0.8))
         drawing.text((place, frame.bottom + 17), said, f"{SMALL} {MIDDLE}")

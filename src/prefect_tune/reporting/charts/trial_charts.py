@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.schedulers.base import Exploit, Stop
@@ -72,6 +72,7 @@ def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: s
         first = [each.trial for each in spread(report_input.ranking, SMALL_CURVES) if each.trial in curves]
         curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:SMALL_CURVES]}
     x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, is_log=False)
+    x = replace(x, is_whole=True)
     y = fitted([value for each in curves.values() for _, value in each], frame.bottom, frame.top, room=0.03)
     draw_axes(drawing, frame, x, y, ("step", metric[-_LONGEST_NAME:]))
     lines = {trial: [(x.at(step), y.at(value)) for step, value in each] for trial, each in curves.items()}
