@@ -31,7 +31,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.command_line import Run
-from tests.fakes.hostile_text import HOSTILE, require_visible
+from tests.fakes.untrusted import HOSTILE, require_visible
 
 CALLS = {
     "ls": [["ls", "{target}"]],

@@ -20,9 +20,9 @@ from prefect_tune.notebook.results_html import results_html
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
-from tests.fakes.hostile_text import HOSTILE, require_visible
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
+from tests.fakes.untrusted import HOSTILE, require_visible
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -26,7 +26,7 @@ from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks import attempt_states
 from prefect_tune.tasks import attempt_supervisor as outcomes
 from prefect_tune.tuner import failed_search_error, run_training
-from tests.fakes.hostile_text import HOSTILE, require_visible
+from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.tasks.trial_attempt")
 

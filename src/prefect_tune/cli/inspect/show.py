@@ -86,7 +86,7 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
 
 
 def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with the ages of its times and ranges of steps, and without those that are None.
+    """Return the facts of a trial with ages and ranges of steps, without those that are None or an empty text.
 
     Of a reason with a traceback it is the first line: the whole follows the table.
     """
@@ -97,7 +97,7 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
     if trial is not None and _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
-    return {name: shown.get(name, value) for name, value in facts.items() if value is not None}
+    return {name: shown.get(name, value) for name, value in facts.items() if value not in (None, "")}
 
 
 def _has_traceback(trial: Trial) -> bool:
