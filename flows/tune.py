@@ -80,8 +80,8 @@ def tune(
             "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
-        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the root flow run,
-            which a Retry keeps.
+        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run
+            (of the outermost one), so that a Retry of it resumes.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
         mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each.

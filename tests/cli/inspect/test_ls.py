@@ -122,7 +122,7 @@ def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods
     assert "## Best: trial 00003" in page
     assert page.partition("## Trials")[2].count("| completed |") == 2
     assert page.partition("## Errors (2)")[2].count("ValueError: in a mood (moody.py:") == 1, "said once of both"
-    assert "fails" in page.partition("## Settings")[2]
+    assert "| fails | grid\\_search(" in page.partition("## Space")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page
 

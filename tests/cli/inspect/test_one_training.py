@@ -64,9 +64,11 @@ def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     assert shown["step"] == 6
     assert shown["checkpoints"] == [2, 4, 6]
     assert shown["config"] == {"rate": 0.5}
-    assert shown["owner"] == "a test (pid 1 on here)"
+    assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
     lines = run("show", target, "digits").out.splitlines()
     assert any(line.split() == ["reason", "had", "enough"] for line in lines)
+    assert any(line.split()[:4] == ["owner", "1:", "a", "test"] for line in lines)
+    assert "epoch" not in "".join(lines)
     assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.terminal.formatting import visible
+from prefect_tune.core.texts import visible
 
 _WRONG_USAGE = 2
 PANELS = {

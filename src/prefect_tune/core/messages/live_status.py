@@ -1,7 +1,7 @@
 """The live status: the running trials of a journal's owner, for readers. No decision and no resume uses it.
 
 While trials run, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
-not depend on the number of steps. Its path contains the owner's epoch, so that owners never write one another's
+not depend on the number of steps. Its path contains the owner's term, so that owners never write one another's
 objects, and readers ignore the object of an earlier owner. The owner deletes its last one when its trials have ended;
 that of a killed owner stays, and its time says how old it is. The next owner deletes it.
 """
@@ -98,7 +98,7 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
-    """Delete the live status of the owner of `epoch`, and those of earlier ones."""
+    """Delete the live status of the owner of the term `epoch`, and those of earlier ones."""
     until = key.live_status_path(epoch + 1, 0)
     _delete(store, [each for each in _listed(store, key) if each < until])
 

@@ -26,7 +26,7 @@ _SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 
 def experiment_name(given: str | None) -> str:
-    """Return the experiment's name: as given, or the id of the root flow run, which a Retry keeps.
+    """Return the experiment's name: as given, or the id of the outermost flow run, so that a Retry of it resumes.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
