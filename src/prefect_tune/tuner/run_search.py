@@ -46,6 +46,7 @@ from prefect_tune.parameters.checks.search_limits import (
     require_possible,
     warn_of_constants,
     warn_of_limits,
+    warn_of_mode,
 )
 from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
@@ -85,6 +86,8 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
     metric_check = MetricCheck(plan.objective, get_run_logger())
+    if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
+        warn_of_mode(plan, get_run_logger())
     with quiet_inner_tasks():
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:

@@ -11,10 +11,16 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Cause, Decided, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.models import StepReport
 from prefect_tune.parameters.checks.code_change import CODE_TRAINS, say_code
-from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS, say_errored, say_space
-from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
+from prefect_tune.parameters.checks.resume_compatibility import (
+    KEEPS_CONFIGURATIONS,
+    require_same,
+    say_errored,
+    say_space,
+)
+from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.failed_searches import results_of_failed
@@ -48,6 +54,40 @@ def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pyte
     warn_of_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
     (said,) = caplog.messages
     assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "said"),
+    [
+        ("accuracy", None, "Did you mean mode='max'? If not, mode='min' says so without this warning"),
+        ("accuracy", "min", None),
+        ("accuracy", "max", None),
+        ("loss", None, None),
+        ("loss", "max", "Did you mean mode='min'? If not, mode=['max'] says so without this warning"),
+        ("loss", ["max"], None),
+        ("speed", None, None),
+        (["loss", "f1"], None, "f1: by its name large values are good, and the search takes the smallest"),
+        (["loss", "f1"], None, "mode=['min', 'max']?"),
+        (["loss", "f1"], "max", "loss: by its name small values are good, and the search takes the largest"),
+        (["loss", "f1"], ["max", "min"], None),
+        (None, None, None),
+    ],
+)
+def test_a_metric_whose_name_says_the_other_direction_is_a_warning_unless_the_mode_is_given(
+    metric: str | list[str] | None, mode: Any, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_mode(planned(metric=metric, mode=mode), LOG)
+    assert [said in each if said else each for each in caplog.messages] == [True] * (said is not None)
+
+
+def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
+    report = StepReport(step=1, metrics={"accuracy": 0.5})
+    decided = Decided(trial="00000", report=report, decision=pt.Continue())
+    state = searched(planned(metric="accuracy"), decided)
+    require_same(state, planned(metric="accuracy", mode="min").settings)
+    require_same(state, planned(metric=["accuracy"], mode=["min"]).settings)
+    with pytest.raises(pt.InvalidInput, match="begun with 'min', and this run passes 'max'"):
+        require_same(state, planned(metric="accuracy", mode="max").settings)
 
 
 # ---------------------------------------------------------------------------------------------------- resuming
