@@ -70,6 +70,7 @@ from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.time_left import SearchEstimate, promotions_of, resumes_paused
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.exploration_check import ExplorationCheck
 from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
 from prefect_tune.tuner.opening_summary import log_finished, log_opening, warn_of_takeover
@@ -131,7 +132,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
-                observers = ObserverGroup([metric_check, listener])
+                observers = ObserverGroup([metric_check, ExplorationCheck(objective, log), listener])
                 driver = Driver(
                     *(spec, limits, asks, executor, journal_writer),
                     log=log,
