@@ -35,7 +35,7 @@ def tune(
     target: TargetField,
     experiment: str | None = None,
     metric: MetricField = None,
-    mode: ModeField = "min",
+    mode: ModeField = None,
     num_samples: int | None = None,
     samples_per_run: int | None = None,
     stop: Any = None,
@@ -84,7 +84,8 @@ def tune(
             (of the outermost one), so that a Retry of it resumes.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
-        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each.
+        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each. Default:
+            `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other draws; or the number that `search` has.
         samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a

@@ -78,8 +78,8 @@ class AlreadyCommitted(TuneError):
     """The key holds a checkpoint with other bytes: choose another key."""
 
 
-class CheckpointNotFound(TuneError):
-    """No such checkpoint is committed: choose one that is listed."""
+class CheckpointNotFound(TuneError, FileNotFoundError):
+    """No such checkpoint is committed, or a folder to copy from has no files: choose one that is listed."""
 
 
 class CheckpointCorrupt(TuneError):

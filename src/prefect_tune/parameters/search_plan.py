@@ -88,7 +88,8 @@ class SearchPlan(ValidatedParameters):
     space: Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None = None
     experiment: Annotated[str, BeforeValidator(experiment_name)] = Field(default=None, validate_default=True)
     metric: str | list[str] | None = None
-    mode: Mode | list[Mode] = "min"
+    mode: Mode | list[Mode] | None = None
+    """As given; None means `min`."""
     num_samples: int | None = None
     samples_per_run: int | None = None
     search: Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None = None
@@ -138,7 +139,7 @@ class SearchPlan(ValidatedParameters):
     @property
     def objective(self) -> Objective | None:
         """The metrics that trials are compared by; None without any."""
-        return objective_of(self.metric, self.mode)
+        return objective_of(self.metric, self.mode or "min")
 
     @property
     def stopper(self) -> Stopper:

@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.trial_stoppers import RAYS_NAMES, Stopper, lim
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
-from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.processes.process_output import Log
@@ -57,6 +57,29 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
                 "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
                 *(name, limit) * 3,
             )
+
+
+def warn_of_mode(plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the names of metrics say that the other direction is good: an accuracy that is minimized.
+
+    A `min` that was given, or a list with a mode for each metric, is meant: checked are the default and a single `max`.
+    """
+    objective, given = plan.objective, plan.mode
+    if objective is None or isinstance(given, list) or given == "min":
+        return
+    found = dict(zip(objective.metrics, objective.modes, strict=True))
+    usual = {name: usual_mode(name) or mode for name, mode in found.items()}
+    wrong = [name for name in found if usual[name] != found[name]]
+    if wrong:
+        is_max, names = given == "max", " and ".join(wrong)
+        meant: object = list(usual.values()) if len(usual) > 1 else usual[wrong[0]]
+        as_it_is: object = [given] * len(found) if is_max else "min"
+        log.warning(
+            "%s: by its name %s values are good, and the search takes the %s ones for the best (mode=%s). Did you mean "
+            "mode=%r? If not, mode=%r says so without this warning",
+            *(names, "small" if is_max else "large", "largest" if is_max else "smallest"),
+            *("'max'" if is_max else "'min', the default", meant, as_it_is),
+        )
 
 
 def warn_of_constants(plan: SearchPlan, log: Log) -> None:
