@@ -48,10 +48,11 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Keep tracebacks of `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+    """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+    from prefect_tune.prefect_api.flow_with_server import is_without_trace
 
     def says_more(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
+        return not is_without_trace(record)
 
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(says_more)
