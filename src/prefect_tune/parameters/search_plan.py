@@ -21,6 +21,7 @@ from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import SampleFrom, domains_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.layout import TrialKey
@@ -134,6 +135,8 @@ class SearchPlan(ValidatedParameters):
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources
+        if self.space is not None:
+            require_drawable(self.space, self.seed_of_draws)
         return self
 
     @property
