@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 
 _INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error
     except ValidationError as error:
         problem = error.errors()[0]
-        raise TuneError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+        raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     except RuntimeError as error:
         if "API" in str(error):  # what Prefect raises when no server answers
             raise TuneError(f"Prefect: {_in_one_line(error)}") from error

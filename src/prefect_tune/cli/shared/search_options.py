@@ -198,7 +198,7 @@ _OPTIONS: Mapping[str, _Option] = {
         kind=int,
         at_least=1,
         sets="num_samples",
-        about="New total of trials, not fewer than now.",
+        about="New --num-samples, not fewer than now: of trials, with a grid per point.",
     ),
     "trainable": _Option(metavar="MODULE:NAME", about="Replaces the one in the journal; required on a bucket."),
 }
