@@ -98,6 +98,8 @@ def _branches(node: object, name: str) -> Iterator[dict[str, object]]:
                 if isinstance(child, dict | list | Choice | Grid) and (weights is None or weights[index]):
                     yield {name: index}
                     yield from ({name: index, **each} for each in _branches(child, option(name, index)))
+        case _:
+            return
 
 
 class _Resolution:

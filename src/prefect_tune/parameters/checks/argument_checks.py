@@ -117,13 +117,12 @@ def name_of(trainable: object) -> Mapping[str, str]:
 
 def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
+    project = module.partition(".")[0]
     try:
+        module = project if importlib.util.find_spec(project) is None else module
         found = importlib.util.find_spec(module)
     except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
-        package = error.name if isinstance(error, ModuleNotFoundError) else None
-        if package is None or not module.startswith(f"{package}."):
-            raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
-        found, module = None, package
+        raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if found is None:
         raise InvalidInput(
             f"trainable {name!r}: there is no module {module!r}"
