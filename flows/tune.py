@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
@@ -41,7 +43,7 @@ def tune(
     stop: Any = None,
     scheduler: Any = None,
     search: Any = None,
-    seed: int | None = None,
+    seed: Annotated[int, Field(ge=0)] | None = None,
     time_budget_seconds: float | None = None,
     max_concurrent_trials: int | None = None,
     resources_per_trial: dict[str, float] | None = None,
@@ -77,7 +79,8 @@ def tune(
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
         space: a configuration in which some values are drawn. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
-            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`.
+            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`. Default: nothing is
+            drawn, for a `search` that proposes all parameters itself, or a trainable that needs none.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
         experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run
@@ -97,7 +100,7 @@ def tune(
             Default: all trials continue.
         search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
             grids.
-        seed: seed of all random draws. Default: derived from the experiment's name.
+        seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
         max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as have their

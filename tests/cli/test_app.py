@@ -106,7 +106,7 @@ def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_p
 
 def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
     done = run("blocks", "check", "s4://bucket")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
 
 

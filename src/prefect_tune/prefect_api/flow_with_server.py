@@ -8,6 +8,7 @@ on a machine runs all migrations, and may take longer.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_sett
 from prefect.states import Cancelled
 from prefect.task_runners import TaskRunner
 
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
+_names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
+_HAD_TRACE = "had a traceback"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
@@ -47,6 +51,22 @@ Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractCon
 def has_begun(interrupt: KeyboardInterrupt) -> bool:
     """Return whether a flow run had begun when it was interrupted; False for other interrupts."""
     return _HAS_BEGUN in vars(interrupt)
+
+
+def is_without_trace(record: logging.LogRecord) -> bool:
+    """Return whether a record of Prefect's log has lost the traceback of a `TuneError`: see `_without_trace`."""
+    return _HAD_TRACE in vars(record)
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """Leave the traceback of a `TuneError` of our flows out of Prefect's log: the message says what to do."""
+    is_ours = getattr(record, "flow_name", None) in _names
+    if is_ours and record.exc_info and isinstance(record.exc_info[1], TuneError):
+        vars(record).update({"exc_info": None, _HAD_TRACE: True})
+    return True
+
+
+logging.getLogger("prefect.flow_runs").addFilter(_without_trace)
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -75,6 +95,8 @@ class FlowWithServer(Flow[_P, _R]):
                 found[_HAS_BEGUN] = True
                 with _interrupts_raised_after_the_run():
                     return super().__call__(*args, **options)
+        except InvalidInput as error:
+            raise error.with_traceback(None)  # noqa: B904  it is the same error, without the lines of Prefect's engine
         except KeyboardInterrupt as interrupt:
             # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
@@ -111,6 +133,7 @@ def flow_with_server(
 
     def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
         flow = FlowWithServer(_ending_as_interrupted(function), **options)
+        _names.add(flow.name)
         flow.call_context = call_context
         flow.prestart = prestart
         return flow

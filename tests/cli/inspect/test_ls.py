@@ -72,7 +72,7 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
 
 def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:
     done = run("show", moods, "moods", "--trial", "9")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)\n"
 
 
@@ -142,7 +142,7 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
 
 def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:
     done = run("report", moods, "moods", "--output", tmp_path / "no" / "page.md")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err == f"prefect-tune: {tmp_path / 'no' / 'page.md'}: No such file or directory\n"
 
 

@@ -47,7 +47,7 @@ def test_a_report_is_made_where_the_times_are_none(run: Run, tmp_path: Path) -> 
 def test_a_metric_that_is_no_name_is_one_line(metric: Any, run: Run, tmp_path: Path) -> None:
     for command in ("report", "show"):
         done = run(command, forged(tmp_path / command, metric), "e")
-        assert done.code == 1
+        assert done.code == 2
         assert done.err.strip() == f"prefect-tune: metric: expected a name, or a list of names, found {metric!r}"
 
 

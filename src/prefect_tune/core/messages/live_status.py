@@ -1,6 +1,6 @@
 """The live status: the running trials of a journal's owner, for readers. No decision and no resume uses it.
 
-While trials run, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
+While it searches, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
 not depend on the number of steps. Its path contains the owner's term, so that owners never write one another's
 objects, and readers ignore the object of an earlier owner. The owner deletes its last one when its trials have ended;
 that of a killed owner stays, and its time says how old it is. The next owner deletes it.
@@ -28,6 +28,7 @@ __all__ = [
     "LiveStatus",
     "RunningTrial",
     "delete_live_status",
+    "live_status_of",
     "newest_live_status",
     "view_of",
     "write_live_status",
@@ -117,11 +118,17 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
     return None
 
 
+def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
+    """Return the live status of the experiment's present owner; None if there is none that can be read."""
+    live = newest_live_status(store, experiment.key)
+    return live if live and (live.epoch, live.owner) == (experiment.epoch, experiment.owner) else None
+
+
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
     """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
     runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
-    live = newest_live_status(store, experiment.key) if runs else None
-    if live is None or (live.epoch, live.owner) != (experiment.epoch, experiment.owner):
+    live = live_status_of(store, experiment) if runs else None
+    if live is None:
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
     for name, each in _attempts_in(live, experiment).items():

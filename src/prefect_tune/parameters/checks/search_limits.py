@@ -18,6 +18,7 @@ from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.registry import BUILT_IN
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
@@ -83,9 +84,13 @@ def warn_of_mode(plan: SearchPlan, log: Log) -> None:
 
 
 def warn_of_constants(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the search has several trials and nothing to draw: all of them train the same."""
+    """Log a warning if the search has several trials and nothing to draw: all of them train the same.
+
+    A search of the user, or `Repeated` with its index, may propose what the space does not have.
+    """
     space = valid_space(plan.space or {})
-    if plan.trial_count == 1 or any(domains_in(space)):
+    proposes_more = type(plan.proposer).__name__ not in BUILT_IN["search"]
+    if plan.trial_count == 1 or any(domains_in(space)) or proposes_more:
         return
     count = "" if plan.trial_count is None else f"{plan.trial_count} "
     lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]
