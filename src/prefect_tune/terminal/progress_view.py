@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from prefect_tune.core.experiment.ranking import best_label
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import first_line, metric_in
@@ -51,7 +52,8 @@ def line(state: ProgressState) -> str:
     if state.lacking_count and state.outlook.objective is not None:
         parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
     if state.best is not None and state.outlook.objective is not None:
-        parts.append(f"best: trial {_best_name(state.best)}, {_compared(state, state.best)}")
+        name = named(state.best.trial, state.best.status)
+        parts.append(f"{best_label(state.outlook.objective)}: trial {name}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"
 
 
@@ -67,7 +69,8 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
         facts["rungs"] = _rungs(state)
     if state.best is not None and state.outlook.objective is not None:
         best = state.best
-        facts["best"] = f"{_best_name(best)}: {_compared(state, best)} at step {best.step}"
+        said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}"
+        facts["best"] = f"{best_label(state.outlook.objective).removeprefix('best ')}: {said}"
         facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts
 
@@ -107,10 +110,6 @@ def _rungs(state: ProgressState) -> str:
     if len(shown) < len(rungs):
         said_rungs.insert(_LONG_RUNGS // 2, "…")
     return ", ".join(said_rungs)
-
-
-def _best_name(best: Trial) -> str:
-    return named(best.trial, best.status)
 
 
 def _compared(state: ProgressState, trial: Trial) -> str:

@@ -122,10 +122,10 @@ def _last_report(attempt: RunningTrial, now: datetime) -> str:
 def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object]:
     """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
-    by = zip(objective.metrics, objective.modes, strict=True) if objective else ()
+    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     return {
         "experiment": state.name,
-        **({"by": ", ".join(f"{mode} {name}" for name, mode in by)} if objective else {}),
+        **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
         "trials": format_counts(counted(state)),
         "owner": about["owner"],
     }
