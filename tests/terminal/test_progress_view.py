@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import frame, line
@@ -139,3 +141,34 @@ def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart()
 
 def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
     assert "; 2 without loss in the last report; best by last report: " in line(state(lacking_count=2))
+
+
+def training(**changes: object) -> ProgressState:
+    """A single training at step 12 of 80, of which step 10 is saved."""
+    saved = (CheckpointRef(step=10, sequence=3),)
+    more = {"step": 12, "attempt": 2, "checkpoints": saved, "metrics": {"loss": 0.5, "eval": {"accuracy": 0.75}}}
+    known = {
+        "outlook": SearchEstimate("first", None, 1, 80, is_training=True),
+        "running": [trial(1, Phase.RUNNING).model_copy(update={**more, "config": {"lr": 0.1}})],
+        "others": [],
+        "best": None,
+        "rungs": {},
+    }
+    return replace(state(), **{**known, **changes})
+
+
+def test_a_single_training_shows_its_step_metrics_pace_and_newest_checkpoint() -> None:
+    assert drawn(training(notes=[])) == [
+        "first  3 min 20 s, about 2 h 5 min left  12.3 steps/s",
+        "step    12 of 80, attempt 2",
+        "metrics loss 0.5, eval/accuracy 0.75",
+        "saved   step 10",
+        "config  lr 0.1",
+    ]
+    assert line(training()) == (
+        "first: step 12 of 80, attempt 2, loss 0.5, eval/accuracy 0.75 after 3 min 20 s; 12.3 steps/s; "
+        "about 2 h 5 min left; saved: step 10"
+    )
+    ended = [trial(3, Phase.FINISHED)]
+    assert line(training(running=[], others=ended)) == "first: step 3 of 80, completed, loss 0.428571 after 3 min 20 s"
+    assert drawn(training(running=[], notes=[]))[1:] == ["step    none yet"]

@@ -51,8 +51,8 @@ class SearchLog(SearchObserver):
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
             match each:
-                case TrialAdded(trial=trial):
-                    self._losses[trial] = None
+                case TrialAdded():
+                    self._losses[each.trial] = None
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     trial = experiment.trial(each.trial)
                     self._losses[each.trial] = self._losses_in(trial.metrics)

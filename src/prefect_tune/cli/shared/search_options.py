@@ -271,8 +271,8 @@ def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
         WrongUsage: an option is invalid.
     """
     given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
-    kept = [given.pop(name, None) for name in ("keep_last", "keep_best")]
+    last, best = given.pop("keep_last", None), given.pop("keep_best", None)
     read = {_OPTIONS[name].sets or name: _OPTIONS[name].read(value) for name, value in given.items()}
-    if any(kept):
-        read["retention"] = _retention(*kept, given.get("metric", []), given.get("mode", []))
+    if last or best:
+        read["retention"] = _retention(last, best, given.get("metric", []), given.get("mode", []))
     return {name: value for name, value in read.items() if value is not None}
