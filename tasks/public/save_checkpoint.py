@@ -132,7 +132,7 @@ class _Save:
         policy = self._asked.retention or Retention()
         entry = commit_entry(self._target, state, saved, self._report, policy, seconds, self._log)
         state = self._journaled(state, saved.key, [*self._reports(state), *entry.events])
-        log_commit(saved, self._log)
+        log_commit(saved, self._report.metrics, self._log)
         log_damage(saved, entry.quarantined, self._log)
         self._delete(state, entry.retired)
         return committed_checkpoint(self._target, self._folder, entry.committed.checkpoint, saved.sent_bytes)

@@ -27,7 +27,7 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
-from prefect_tune.monitoring.progress import training_progress
+from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import DisplayGroup
 from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
@@ -135,13 +135,13 @@ def _driven(
         has_had_enough=lambda _: is_done,
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
-    outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count)
+    outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count, is_training=True)
     reporter = Reporter(spec.target, state, outlook, log)
     live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
     with (
         reported(reporter, stop),
         nullcontext() if is_done else emitting_events(emitter, stop),
-        training_progress(state, outlook, log, stop) as shown,
+        progress(state, outlook, log, stop, in_terminal=spec.isolation == "process") as shown,
         live,
     ):
         lines = SearchLog(state, None, spec.target.uri, log)
