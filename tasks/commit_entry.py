@@ -18,11 +18,12 @@ from prefect_tune.core.operations.checkpoint_gc import leftover
 from prefect_tune.core.recovery.restore import checkpoints_with
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tasks.checkpoints import SavedCheckpoint
 from prefect_tune.tasks.on_target import on_target
-from prefect_tune.terminal.formatting import format_value, visible
+from prefect_tune.terminal.formatting import format_value
 
 _LOOK = timedelta(minutes=2)
 _METRICS = 3
