@@ -97,7 +97,7 @@ deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
 # A venv of its own: the tests of the frameworks that the lock does not hold.
-integrations:  ## PyTorch, Lightning, Hugging Face, Keras, trees: kill the examples
+integrations:  ## PyTorch, Lightning, Hugging Face, Keras, trees: kill the examples; the clouds' credential blocks
 	@$(MAKE) --no-print-directory VENV=$(VENV)-integrations $(VENV)-integrations/.integrations
 	$(VENV)-integrations/bin/python -m pytest -n 0 -m integrations --timeout 3600
 
