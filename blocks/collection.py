@@ -6,6 +6,8 @@ does not know yet. The servers and workers that load this have every installed i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect.blocks.core import Block
 from prefect.utilities.dispatch import get_registry_for_type
 
@@ -14,6 +16,7 @@ from prefect_tune.blocks.sync_config import SyncConfig
 from prefect_tune.blocks.targets import TARGET_TYPES
 
 _registry = get_registry_for_type(Block) or {}
-for _kind in (*TARGET_TYPES, SyncConfig):
+_KINDS: Sequence[type[Block]] = (*TARGET_TYPES, SyncConfig)
+for _kind in _KINDS:
     import_named_blocks(_kind)
     _registry[_kind.get_block_type_slug()] = _registry.pop(_kind.get_block_type_slug())

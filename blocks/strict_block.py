@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from prefect.blocks.core import Block, schema_extra
@@ -88,8 +88,8 @@ class StrictBlock(Block, ABC):
         """Whether an optional text field was left empty in a form: Prefect then sends "", which here means None."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        return BaseModel.__repr_args__(self)  # Prefect draws the block's form here, to leave out unknown fields
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return list(BaseModel.__repr_args__(self))  # Prefect draws the block's form here, to leave out unknown fields
 
     @property
     def saved_name(self) -> str | None:

@@ -124,8 +124,9 @@ def _sync() -> _Schema:
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else each.annotation, each)
         for name, each in SyncConfig.model_fields.items()
     }
-    drawn = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known).model_json_schema()
-    fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn["properties"].items())}
+    model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
+    drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
+    fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
     options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
