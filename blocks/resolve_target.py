@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
@@ -28,6 +29,7 @@ SET_UP = (
 )
 """Advice for errors when no Prefect server is configured."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_READ_ONLY = frozenset({"data", "git", "github", "http", "https"})
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
 
@@ -40,8 +42,8 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
     against the current working directory; a run of a deployment refuses them, since its worker chooses that directory.
 
     Raises:
-        InvalidInput: it is none of these, or the block is not saved on the server, or a relative path in a run of a
-            deployment.
+        InvalidInput: it is none of these, or nothing can be written to it (`https`), or the block is not saved on the
+            server, or it is a relative path in a run of a deployment.
         StoreUnavailable: the Prefect server did not answer.
     """
     return _resolved(_read(value))
@@ -100,6 +102,8 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 
 def _read(value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False) -> StorageTarget | tuple[str, str]:
     """Return the target, or the type and name of a saved block; `is_read`: nothing will be written there."""
+    if isinstance(value, StorageTarget | str) and not is_read:
+        _require_writable(value if isinstance(value, str) else value.uri)
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
@@ -116,6 +120,18 @@ def _read(value: StorageTarget | str | os.PathLike[str], *, is_read: bool = Fals
         return kind._at(value, location)  # noqa: SLF001  as above
     slug = BLOCK_SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _folder(value, is_read=is_read)
+
+
+def _require_writable(uri: str) -> None:
+    """Refuse a scheme by which nothing can be written; its text after `?` may be a signature, and is not shown."""
+    scheme, _, rest = uri.partition("://")
+    if scheme.lower() in _READ_ONLY:
+        host = urlsplit(uri).hostname or rest[:40]
+        raise InvalidInput(
+            f"target: {scheme}://{host}/…: expected a place to write to, found {scheme}, by which files can only be "
+            "read. Write s3://bucket/prefix, gs://bucket/prefix or az://container@account/prefix for a bucket, with "
+            f"?endpoint_url=https://{host} for an S3 server of your own; webdav://… for a WebDAV server"
+        )
 
 
 def _folder(given: str, *, is_read: bool) -> LocalTarget:

@@ -18,6 +18,7 @@ from prefect_tune.blocks.strict_block import FILES_LOGO, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.live_status import MOST_PERIOD_SECONDS
 
 
 @runtime_checkable
@@ -66,6 +67,7 @@ class SyncConfig(StrictBlock):
     live_period_seconds: float | None = Field(
         default=5,
         ge=1,
+        le=MOST_PERIOD_SECONDS,
         allow_inf_nan=False,
         description="Time in seconds between two writes of the newest steps of all running trials, which `show`, `ls` "
         "and `report` read: one small object each time. Empty: none are written.",

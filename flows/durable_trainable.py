@@ -97,8 +97,8 @@ def durable_trainable(
         config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`.
         target: where checkpoints and state are stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put credentials into blocks, which hide them.
-        experiment: its name on the target. Reusing a name resumes the training. Default: the id of the root flow run,
-            which a Retry keeps.
+        experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run
+            (of the outermost one), so that a Retry of it resumes.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
             metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.

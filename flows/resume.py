@@ -75,8 +75,8 @@ def resume(
         experiment: its name on the target.
         target: where the experiment is stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
             such as `s3-target/prod`, or the block.
-        num_samples: new total number of samples, not smaller than before: the search continues where it ended.
-            Default: the number in the journal.
+        num_samples: new total number of samples, not smaller than before: the search continues where it ended. With a
+            grid it is how often each point is tried in all, as in `tune`. Default: the number in the journal.
         samples_per_run: instead of `num_samples`: how many samples this run adds, as in `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old one continue.
         rerun_errored: retry errored trials, with their configurations; `only` trains no others.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
@@ -35,13 +37,13 @@ def tune(
     target: TargetField,
     experiment: str | None = None,
     metric: MetricField = None,
-    mode: ModeField = "min",
+    mode: ModeField = None,
     num_samples: int | None = None,
     samples_per_run: int | None = None,
     stop: Any = None,
     scheduler: Any = None,
     search: Any = None,
-    seed: int | None = None,
+    seed: Annotated[int, Field(ge=0)] | None = None,
     time_budget_seconds: float | None = None,
     max_concurrent_trials: int | None = None,
     resources_per_trial: dict[str, float] | None = None,
@@ -77,14 +79,16 @@ def tune(
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
         space: a configuration in which some values are drawn. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
-            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`.
+            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`. Default: nothing is
+            drawn, for a `search` that proposes all parameters itself, or a trainable that needs none.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
-        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the root flow run,
-            which a Retry keeps.
+        experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run
+            (of the outermost one), so that a Retry of it resumes.
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
-        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each.
+        mode: whether the metric is minimized (`min`) or maximized (`max`); one for all, or one for each. Default:
+            `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other draws; or the number that `search` has.
         samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a
@@ -96,7 +100,7 @@ def tune(
             Default: all trials continue.
         search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
             grids.
-        seed: seed of all random draws. Default: derived from the experiment's name.
+        seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
         max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as have their

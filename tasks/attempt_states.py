@@ -12,6 +12,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
+from prefect_tune.core.texts import visible
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor as outcomes
@@ -68,7 +69,7 @@ def log_failure(failure: outcomes.Failed, attempt: int, spec: TrialSpec, search_
     trial = spec.trial.trial
     first = _logged_errors(spec.target.uri, spec.trial.experiment, search_epoch).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
-    log.error("attempt %d failed: %s", attempt, said)
+    log.error("attempt %d failed: %s", attempt, visible(said))
 
 
 @lru_cache(maxsize=8)

@@ -36,6 +36,7 @@ from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.texts import visible
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.storage_retries import RETRYING, retrying_refusals, skip_prefect_introspection
@@ -60,7 +61,6 @@ from prefect_tune.tasks.experiment_state import (
     write_directly,
     write_entry,
 )
-from prefect_tune.terminal.formatting import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,8 @@ def _as_journaled(result: AttemptResult, spec: TrialSpec, log: Log) -> AttemptRe
     """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
     if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, spec)) is None:
         return result
-    log.warning("the trial had finished, and its last checkpoint was committed, when %s", result.outcome.message)
+    why = visible(result.outcome.message)
+    log.warning("the trial had finished, and its last checkpoint was committed, when %s", why)
     return ended
 
 
@@ -168,9 +169,12 @@ def _journal_writer(spec: TrialSpec, request: AttemptRequest, link: SearchLink) 
 
 def _experiments_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Read the experiment's journal, which the run that requested the attempt has opened."""
-    experiment, epoch = read_experiment(spec.target, spec.trial.experiment), request.search_epoch
-    if experiment.epoch != epoch:
-        raise Superseded(f"{spec.journal}: epoch {epoch} has ended; it was taken over by {experiment.owner}")
+    experiment, term = read_experiment(spec.target, spec.trial.experiment), request.search_epoch
+    if experiment.epoch != term:
+        raise Superseded(
+            f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.epoch}, {experiment.owner}, "
+            "took over"
+        )
     journal_writer = JournalWriter(spec.target, experiment, write_entry, link.wrote)
     if (ended := _ended(experiment, spec)) is not None:
         return ended

@@ -88,6 +88,7 @@ TESTED = {
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
+    (SCHEDULERS, "text"): "three lines for PyTorch, which the lock does not hold",
     (FROM_RAY_TUNE, "text"): "code for Ray Tune, which the lock does not hold",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
 }

@@ -30,7 +30,8 @@ class Net(pt.Trainable):
         self.at += 1
         far = abs(math.log10(self.config["lr"]) + 2) / 3 + self.config["dropout"] * 0.5
         noise = self.draw.uniform(0.9, 1.1)
-        return {"loss": 0.02 + 0.5 * far + (1.5 + far) * math.exp(-self.at / 5) * noise}
+        loss = 0.02 + 0.5 * far + (1.5 + far) * math.exp(-self.at / 5) * noise
+        return {"loss": loss, "accuracy": math.exp(-loss), "eval": {"loss": loss * (1.1 + 0.01 * self.at)}}
 
     def save_checkpoint(self, checkpoint_dir):
         Path(checkpoint_dir, "at").write_text(str(self.at))

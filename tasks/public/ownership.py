@@ -1,4 +1,4 @@
-"""Own an experiment in a flow of one's own: all tasks of one flow run write its journal in one epoch.
+"""Own an experiment in a flow of one's own: all tasks of one flow run write its journal in one term.
 
 The tasks remember nothing. Whether this flow run owns the experiment, has lost it, or has never owned it, is read from
 the journal, whose openings name the flow run and its run count. So the tasks of a run may run in any process.

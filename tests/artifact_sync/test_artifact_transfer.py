@@ -163,9 +163,10 @@ def test_anybodys_folder_can_be_synced_down(bucket: Bucket, tmp_path: Path) -> N
     assert files_in(tmp_path / "back") == {"a.txt": b"a"}
 
 
-def test_where_the_target_shows_nothing_a_sync_down_changes_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_sync_down_of_a_folder_without_files_is_an_error_and_changes_nothing(bucket: Bucket, tmp_path: Path) -> None:
     back = write(tmp_path / "back", {"mine.txt": b"mine"})
-    receive_artifacts(bucket, "nobodys", back, ())
+    with pytest.raises(FileNotFoundError, match="nobodys: there are no files"):
+        receive_artifacts(bucket, "nobodys", back, ())
     assert files_in(back) == {"mine.txt": b"mine"}
 
 

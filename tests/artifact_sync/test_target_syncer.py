@@ -15,6 +15,7 @@ from prefect_tune.artifact_sync.target_syncer import TargetSyncer
 from prefect_tune.core.checkpoints.artifact_index import newest_index
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
+    CheckpointNotFound,
     InvalidInput,
     StoreUnavailable,
     TuneError,
@@ -155,6 +156,36 @@ def test_a_sync_down_that_no_retry_can_help_is_told_once(syncer: TargetSyncer, b
         syncer.wait_or_retry(backoff_s=60)
     syncer.sync_up(str(local), REMOTE)
     syncer.wait_or_retry()
+
+
+def test_a_sync_down_of_what_is_missing_is_raised_as_a_missing_file(
+    syncer: TargetSyncer, local: Path, tmp_path: Path
+) -> None:
+    syncer.sync_down("absent", str(tmp_path / "back"))
+    with pytest.raises(FileNotFoundError, match=r"sync down of absent to .*: there are no files") as missing:
+        syncer.wait_or_retry(backoff_s=60)
+    assert isinstance(missing.value, CheckpointNotFound)
+    assert syncer.sync_up_if_needed(str(local), REMOTE) is True  # that is no reason to pause
+    syncer.wait()
+
+
+@pytest.mark.parametrize(("period", "pause"), [(0, 0), (1, 1), (300, 2)])
+def test_after_a_failure_the_next_sync_waits_two_seconds_or_a_shorter_period(
+    syncer: TargetSyncer, bucket: Bucket, local: Path, period: float, pause: float
+) -> None:
+    """Ray counts a sync that failed for a whole period; without any pause each report would begin one."""
+    syncer.sync_period = timedelta(seconds=period)
+    syncer._clock = lambda: 100.0
+    bucket.failures = [StoreUnavailable("down")]
+    assert syncer.sync_up_if_needed(str(local), REMOTE) is True
+    with pytest.raises(StoreUnavailable):
+        syncer.wait()
+    syncer._clock = lambda: 100.0 + max(pause - 0.1, 0)
+    assert syncer.sync_up_if_needed(str(local), REMOTE) is (None if pause else True)
+    syncer.wait_or_retry()
+    syncer._clock = lambda: 500.0
+    assert syncer.sync_up_if_needed(str(local), REMOTE) is True
+    syncer.wait()
 
 
 def test_an_error_of_any_kind_becomes_one_of_ours_with_its_cause(

@@ -106,7 +106,7 @@ def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_p
 
 def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
     done = run("blocks", "check", "s4://bucket")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
 
 
@@ -134,6 +134,14 @@ def test_that_the_server_refuses_the_blocks_is_not_said_to_be_silence(run: Run, 
         1,
         f"prefect-tune: blocks: the Prefect server at {url} refused: not in your role\n",
     )
+
+
+def test_without_a_server_no_block_is_registered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        done = run("blocks", "register")
+    assert done.code
+    assert done.err.startswith("prefect-tune: blocks: no Prefect server is set up to store them: ")
 
 
 @pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from prefect_tune.demo.screen import DemoScreen, Track, cells
 from prefect_tune.demo.server import temporary_server, without_prefect
 from prefect_tune.demo.target_probe import TargetProbe, TrialListing
 from prefect_tune.demo.training_process import TrainingParameters, training_process
+from tests.flows.driver import until
 
 CONFIG: dict[str, object] = {"width": 32, "batch": 64, "rate": 0.001, "seed": 1}
 KILLED = Killed(
@@ -260,4 +262,18 @@ def test_the_whole_command_needs_nothing_and_leaves_nothing(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("✓") == 4
     assert done.stderr == ""
+    assert not list(tmp_path.glob("prefect-tune-demo-*"))
+
+
+@pytest.mark.timeout(300)
+def test_a_demo_that_is_terminated_removes_its_folder(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("prefect-tune"), "demo"],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PREFECT_HOME": str(tmp_path / "home")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(lambda: list(tmp_path.glob("prefect-tune-demo-*")), seconds=120, what=lambda: f"{process.poll()}")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("prefect-tune-demo-*"))

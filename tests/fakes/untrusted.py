@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,3 +126,19 @@ def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> N
 def two(_config: Mapping[str, Any]) -> float:
     """Return what a `sample_from` computes."""
     return 2.0
+
+
+HOSTILE = "a\x1b]0;title\x07\x9b31m\u202egpj.exe\u2066\u200f\r\x85\u2028z"
+_BIDIRECTIONAL = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+
+
+def require_visible(output: str) -> None:
+    """Check that `output` has no control character but tab and newline, and no bidirectional one."""
+    found = {
+        ascii(each)
+        for each in set(output) - {"\n", "\t"}
+        if unicodedata.category(each) in ("Cc", "Zl", "Zp", "Cs")
+        or unicodedata.bidirectional(each) in _BIDIRECTIONAL
+        or each in "\u061c\u200e\u200f"
+    }
+    assert not found, f"{found} in {output!r}"

@@ -22,10 +22,11 @@ from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
+from tests.fakes.untrusted import HOSTILE, require_visible
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'"
+EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'" + HOSTILE
 
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
@@ -75,6 +76,7 @@ def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
     allowed = {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "span", "code", "pre", "br"}
     drawn = {"svg", "g", "path", "text", "title", "rect"}
     for html in every_html(tmp_path).values():
+        require_visible(html)
         tags = Tags(html)
         assert tags.names <= allowed | drawn
         assert not {name for name in tags.attributes if name.startswith("on")} | tags.attributes & {"src", "href"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from inspect import Parameter, signature
 
 import pytest
@@ -10,6 +11,7 @@ import prefect_tune as pt
 from prefect_tune.cli.shared.search_options import _OPTIONS, RUN
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
+from prefect_tune.parameters.checks.search_limits import warn_of_constants
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
@@ -51,3 +53,25 @@ def test_a_class_that_cannot_save_is_refused_unless_its_cadence_never_saves() ->
         SearchPlan(trainable=_NeverSaved, target="./nowhere", checkpoint=pt.Cadence(every_seconds=None))
     never = pt.Cadence(every_seconds=None, at_end=False)
     assert SearchPlan(trainable=_NeverSaved, target="./nowhere", checkpoint=never).checkpoint == never
+
+
+def test_the_functions_of_a_space_are_tried_before_there_is_an_experiment() -> None:
+    rare = pt.choice([1, {"depth": pt.sample_from(lambda config: config["width"] + "1")}], weights=[1e9, 1])
+    with pytest.raises(pt.InvalidInput, match=r"sample_from at model\?1.depth: its function raised TypeError"):
+        SearchPlan(trainable=print, target="./nowhere", experiment="e", space={"width": 1, "model": rare})
+
+
+@pytest.mark.parametrize(
+    ("search", "warns"),
+    [
+        (None, True),
+        (pt.RandomSearch(3), True),
+        (pt.Repeated(pt.RandomSearch(1), 3, index_as="seed"), False),
+    ],
+)
+def test_nothing_to_draw_is_a_warning_unless_the_search_proposes_more_than_the_space_has(
+    search: object, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = SearchPlan(trainable=print, target="./nowhere", experiment="e", space=None, search=search)
+    warn_of_constants(plan, logging.getLogger(__name__))
+    assert ("the space has no distribution" in caplog.text) == warns

@@ -56,6 +56,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"warm_start": "x"},
         "warm_start: expected a list, found 'x'; write warm_start=['earlier-experiment']",
     ),
+    ("a number that is no truth", {"num_samples": True}, "num_samples: expected a whole number, found True"),
+    (
+        "a time that is no truth",
+        {"time_budget_seconds": False},
+        "time_budget_seconds: expected a number, found False",
+    ),
+    ("a negative seed", {"seed": -1}, "seed: expected greater than or equal to 0, found -1"),
     ("seed", {"seed": "abc"}, "seed: expected a whole number, found 'abc'"),
     ("space", {"space": [1, 2]}, "space: expected a dict, found a list"),
     (
@@ -75,6 +82,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         (
             "target: 's4://bucket/runs': unknown scheme 's4'; known are abfs, abfss, az, azure, file, gcs, gs, s3, "
             "s3a, s3n, wasb, wasbs, and fsspec's and pyarrow's"
+        ),
+    ),
+    (
+        "a web address",
+        {"target": "https://bucket.s3.amazonaws.com/runs?X-Amz-Signature=secret"},
+        (
+            "target: https://bucket.s3.amazonaws.com/…: expected a place to write to, found https, by which files can "
+            "only be read. Write s3://bucket/prefix, gs://bucket/prefix or az://container@account/prefix for a bucket, "
+            "with ?endpoint_url=https://bucket.s3.amazonaws.com for an S3 server of your own; webdav://… for a WebDAV "
+            "server"
         ),
     ),
     (

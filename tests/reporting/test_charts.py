@@ -17,18 +17,20 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     Opened,
     Owner,
+    Paused,
     Reported,
     Requeued,
+    Resumed,
     Started,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.reporting.charts.axes import fitted
+from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.reporting.charts.axes import Frame, fitted
 from prefect_tune.reporting.charts.svg import BLUE, GREY, ORANGE
-from prefect_tune.reporting.charts.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.charts.timeline_charts import timeline
 from prefect_tune.reporting.charts.trial_charts import (
-    front_chart,
-    importance_chart,
+    SMALL_CURVES,
+    _axes,
     learning_curves,
     parallel_coordinates,
     rung_chart,
@@ -37,15 +39,7 @@ from prefect_tune.reporting.report_input import DRAWN, ReportInput
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 Chart = Callable[[ReportInput], str | None]
-CHARTS: list[Chart] = [
-    front_chart,
-    importance_chart,
-    learning_curves,
-    lineage_chart,
-    parallel_coordinates,
-    rung_chart,
-    timeline,
-]
+CHARTS: list[Chart] = [learning_curves, parallel_coordinates, rung_chart, timeline]
 
 
 def marks(svg: str | None, kind: str) -> int:
@@ -69,7 +63,7 @@ def thick(svg: str | None, ink: str) -> int:
 
 def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
     svg = learning_curves(asha(12, kills=False).report_input())
-    assert thick(svg, ORANGE) == 1
+    assert thick(svg, ORANGE) == 2, "in the panels of its two metrics"
     assert marks(svg, "line") > 12
 
 
@@ -94,10 +88,6 @@ def test_a_line_through_the_parameters_for_each_trial() -> None:
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
 
 
-def test_a_bar_for_each_parameter() -> None:
-    assert marks(importance_chart(asha(100).report_input()), "bar") == 2 * 5
-
-
 def test_each_rung_shows_everybody_who_was_compared_there() -> None:
     search = asha(50, kills=False)
     svg = rung_chart(search.report_input())
@@ -106,19 +96,82 @@ def test_each_rung_shows_everybody_who_was_compared_there() -> None:
     assert f"50 compared, {sum(each.step > 1 for each in search.report_input().trials)} continued" in said(svg)
 
 
-def test_the_front_holds_whom_nobody_beats() -> None:
-    report_input = pareto(40).report_input()
-    assert len(report_input.best) > 1
-    assert marks(front_chart(report_input), "dots") == 40
+def test_a_population_has_no_rungs() -> None:
+    assert rung_chart(population(8, 6).report_input()) is None
 
 
-def test_a_population_has_its_lineage_and_no_rungs() -> None:
-    report_input = population(8, 6).report_input()
-    clones = report_input.history.clones
-    svg = lineage_chart(report_input)
-    assert clones
-    assert marks(svg, "dots") == len(clones)
-    assert rung_chart(report_input) is None
+def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_some_others() -> None:
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min"}, metrics=["loss"])
+    for index in range(20):
+        search.adds(str(index), {"x": index})
+        search.starts(str(index))
+        for step in (1, 2):
+            search.trains(str(index), step, {"loss": float(index), "eval": {"f1": index / 20}, "name": "no number"})
+    report_input = search.report_input()
+    svg = learning_curves(report_input)
+    assert {"loss", "eval/f1"} <= set(said(svg))
+    assert "name" not in said(svg)
+    assert thick(svg, ORANGE) == 2, "the best, in both panels"
+    assert thick(svg, BLUE) == 19 + SMALL_CURVES - 1
+
+
+def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted() -> None:
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min"}, metrics=["loss"])
+    search.adds("0", {"x": 0})
+    search.starts("0")
+    for step in range(1, 200):
+        search.trains("0", step, {"loss": 1.0, **{f"m{number:02}": float(step) for number in range(20)}})
+    history = search.report_input().history
+    assert history.others == tuple(f"m{number:02}" for number in range(12))
+    assert history.metric_count == 21
+    assert (len(history.curves["0"]["m00"]), history.curves["0"]["m00"][-1]) <= (24, (199, 199.0))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 11, 27, 1000, 10**6])
+def test_a_step_is_a_whole_number_on_its_axis(last: int) -> None:
+    search = JournalBuilder()
+    search.adds("0", {"x": 0})
+    search.starts("0")
+    for step in sorted({1, last}):
+        search.trains("0", step, {"loss": 1.0 / step})
+    svg = learning_curves(search.report_input())
+    ticks = re.findall(r'text-anchor="middle">([^<]*)<', svg or "")
+    assert ticks
+    assert all(each.replace(",", "").isdecimal() for each in ticks)
+
+
+SPACE = {
+    "lr": {"loguniform": [1e-4, 1e-1]},
+    "width": {"lograndint": [8, 512]},
+    "dropout": {"uniform": [0.001, 1]},
+    "scale": {"choice": [0.001, 0.01, 0.1, 1, 10]},
+    "model": {"choice": [{"depth": {"lograndint": [1, 100]}}]},
+    "made": {"sample_from": "never.imported:function"},
+    "batch": 64,
+}
+
+
+def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_names_is_imported() -> None:
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min", "space": SPACE})
+    for index in range(5):  # values that say nothing about the domains
+        config = {"lr": 0.01 + index / 1000, "dropout": 0.001 * 8**index, "width": 30 + index, "batch": 64}
+        search.adds(str(index), {**config, "scale": 10.0**index, "model": {"depth": index + 1}, "made": index})
+        search.starts(str(index))
+        search.trains(str(index), 1, {"loss": float(index)})
+    found = search.report_input()
+    assert {name: found.is_log(name) for name in found.cells} == {
+        "lr": True,
+        "width": True,
+        "dropout": False,
+        "scale": None,
+        "model/depth": True,
+        "made": None,
+    }
+    assert found.constants == {"batch": 64}
+    frame = Frame(0, 0, 100, 100)
+    axes = {axis.name: axis.numbers for axis in _axes(found, frame)}
+    assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
+    assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 
 
 def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out() -> None:
@@ -179,6 +232,28 @@ def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_wri
     history = search.report_input().history
     assert history.attempts[0].ended == datetime.fromisoformat(at)
     assert history.ownerships[0].last == datetime.fromisoformat(at)
+
+
+def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -> None:
+    search = JournalBuilder()
+    for name, attempts in (("kept", 2), ("left", 1)):
+        search.adds(name, {"x": 1})
+        for attempt in range(1, attempts + 1):
+            search.starts(name)
+            search.trains(name, attempt, {"loss": 1.0})
+            search.saves(name)
+            search.decides(name, Pause(reason="rung"))
+            search.record(Paused(trial=name, reason="rung"))
+            if attempt < attempts:
+                search.record(Resumed(trial=name))
+        search.record(Finished(trial=name, reason="not promoted", left=True))
+    svg = timeline(search.report_input())
+    assert svg is not None
+    assert re.findall(r"<title>(\w+), attempt (\d), [^<]*: (\w+)</title>", svg) == [
+        ("kept", "1", "paused"),
+        ("kept", "2", "pruned"),
+        ("left", "1", "pruned"),
+    ]
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:

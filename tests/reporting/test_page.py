@@ -30,7 +30,7 @@ from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_input import ReportInput
 from tests.fakes.html_tags import Tags
-from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
+from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
 
 _BIG = 300_000
 
@@ -65,7 +65,6 @@ def test_a_search_has_everything_in_its_order() -> None:
         f"Best: trial {best.trial}",
         "Learning curves",
         "Parameters",
-        "Parameter importance",
         "Rungs",
         "Timeline",
         "Trials",
@@ -104,12 +103,12 @@ def test_one_training_is_reported_without_a_table_of_trials() -> None:
 
 def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
     page = markdown(pareto(40).report_input())
-    assert headings(page)[0] == "Pareto front"
+    assert headings(page)[0] == "Learning curves"
+    rows = page.partition("## Trials")[2].partition("##")[0]
+    front = [line for line in rows.splitlines() if "| yes |" in line]
+    assert len(front) == len(pareto(40).report_input().best) > 1
+    assert "Pareto" in rows.partition("| ---")[0]
     assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 trials done\*\*", page)
-
-
-def test_a_population_has_its_lineage() -> None:
-    assert "Lineage" in headings(markdown(population().report_input()))
 
 
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
@@ -132,7 +131,7 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
             search.adds(f"{night}-{index}", {"x": index})
             search.starts(f"{night}-{index}")
     runs = [row.split(" | ") for row in runs_of(markdown(search.report_input())).splitlines() if "|" in row]
-    assert (runs[0][0], runs[0][-2:]) == ("| epoch", ["trials added", "attempts |"])
+    assert (runs[0][0], runs[0][-2:]) == ("| owner", ["trials added", "attempts |"])
     assert [row[-2:] for row in runs[2:]] == [["2", "2 |"], ["1", "1 |"], ["2", "2 |"]]
     assert "The same in every row: samples requested +2." in markdown(search.report_input())
 
@@ -167,7 +166,7 @@ def test_the_same_facts_are_json() -> None:
     facts = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
     assert facts["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
     assert facts["ended_count"] == 20
-    assert [run["epoch"] for run in facts["runs"]] == [1, 2, 3]
+    assert [run["term"] for run in facts["runs"]] == [1, 2, 3]
     assert facts["best"][0]["trial"] == facts["trials"][0]["trial"]
 
 
@@ -226,7 +225,7 @@ def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
 def test_pictures_have_no_background_and_ask_nobody() -> None:
     pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", markdown(asha(40).report_input()))
     drawn = [base64.b64decode(each).decode() for each in pictures]
-    assert len(drawn) == 5
+    assert len(drawn) == 4
     for svg in drawn:
         assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r'fill="(#000|#fff"[^>]*width="100%)', svg)
@@ -336,7 +335,7 @@ def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart()
         search.starts(name)
         search.trains(name, 1, {"loss": float(name), "step": int(name) + 7})
     page = markdown(search.report_input())
-    assert "| trial | loss | metrics/step | config/status | config/loss | lr |" in page
+    assert "| trial | Pareto front | loss | metrics/step | config/status | config/loss | lr |" in page
 
 
 def test_nothing_is_folded_since_prefect_shows_folded_text_as_text() -> None:

@@ -1,4 +1,4 @@
-"""Forms, questions, log lines and errors with texts from a journal that other users may have written."""
+"""Forms, questions, states, events, artifacts, log lines and errors with texts that other users may have written."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import importlib
 import logging
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events.event_fields import QuarantinedCheckpoint
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Questioned
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Questioned
+from prefect_tune.core.notifications.prefect_events import short
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
 from prefect_tune.suspension import suspend_loop
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.tasks import attempt_states
+from prefect_tune.tasks import attempt_supervisor as outcomes
 from prefect_tune.tuner import failed_search_error, run_training
+from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.tasks.trial_attempt")
 
@@ -105,3 +112,29 @@ def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(capl
     trial_attempt._say_what_is_aside(Trial(trial="t", config={}, aside=(bad,)), logging.getLogger("a run"))
     assert "bad\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.LogCaptureFixture) -> None:
+    failed = outcomes.Failed(Cause.USER, f"ValueError: {HOSTILE}\n{HOSTILE}", at_start=False)
+    spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", trial="t"))
+    attempt_states.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
+    (logged,) = caplog.messages
+    ends: tuple[outcomes.Outcome, ...] = (
+        outcomes.Done(HOSTILE, returned=True, left=False),
+        outcomes.Done(HOSTILE, returned=True, left=True, end="pruned"),
+        outcomes.Yielded(HOSTILE),
+        failed,
+    )
+    for shown in (logged, *(str(attempt_states.state_of(each, "t").message) for each in ends)):
+        require_visible(shown)
+        assert "\\u202e" in shown
+
+
+def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
+    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_new=True, is_aside=True)
+    upkeep = Upkeep("e", damaged=(damaged,), not_looked_at=(NotLookedAt("e", HOSTILE, HOSTILE),))
+    report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
+    errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
+    for shown in (markdown(report), str(DamageFound(report.alarm, report)), *errors, short(HOSTILE)):
+        require_visible(shown)
+        assert "\\u202e" in shown

@@ -42,6 +42,13 @@ def test_what_is_old_says_its_age_and_what_that_means(period: float | None, said
     assert said.replace(" ago", " before now") == fresh.words("before now")
 
 
+@pytest.mark.parametrize(("seconds", "is_stale"), [(10, False), (10.9, False), (11.1, True), (60, True)])
+def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_stale: bool) -> None:
+    at = NOW - timedelta(seconds=seconds)
+    status = live(5).model_copy(update={"at": at.isoformat()})
+    assert freshness_of(ExperimentView(running(), status.at, status), NOW).is_stale == is_stale
+
+
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
     fresh = freshness_of(ExperimentView(nothing_yet("e"), AT), NOW + timedelta(days=2))
     assert fresh.words() == "2026-11-23 01:32:20 UTC, 2 d ago"

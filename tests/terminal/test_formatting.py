@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.texts import visible
 from prefect_tune.terminal.formatting import (
     borderless_table,
     error_of,
@@ -15,7 +16,6 @@ from prefect_tune.terminal.formatting import (
     format_steps,
     plain_cells,
     print_parts,
-    visible,
 )
 from prefect_tune.terminal.trials_table import trials_table
 
@@ -25,7 +25,7 @@ OURS = 'File "/lib/python3.12/site-packages/prefect_tune/core/metrics.py", line 
 
 
 def test_control_characters_are_spelled_out_and_lines_stay_lines() -> None:
-    assert visible("\x1b[31mred\r\x9b") == r"\x1b[31mred\x0d\x9b"
+    assert visible("\x1b[31mred\r\x9b") == r"\x1b[31mred\r\x9b"
     assert visible("a\tü\nline") == "a\tü\nline"
 
 

@@ -27,6 +27,23 @@ class Stepless(pt.Trainable):
         return {"loss": 1.0}
 
 
+class NoConfig(pt.Trainable):
+    """Written without the configuration."""
+
+    def setup(self) -> None:  # type: ignore[override]  # that is the fault
+        pass
+
+    def step(self) -> Mapping[str, object]:
+        return {"loss": 1.0}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        pass
+
+
+def of_two(_config: Mapping[str, object], _data: object) -> None:
+    pt.report({"loss": 1.0})
+
+
 def fine(config: Mapping[str, object]) -> None:
     """Train one step, and leave a trace of it."""
     if "touch" in config:

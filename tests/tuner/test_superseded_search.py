@@ -111,7 +111,7 @@ class TakenOver(StoppableExecutor):
 
 def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
     acted = SimulatedSearch(target, executor=TakenOver(target), samples=1)
-    with pytest.raises(Superseded, match="taken it over"):
+    with pytest.raises(Superseded, match="took over"):
         acted.run()
     assert acted.executor.start_count == 1
 

@@ -105,7 +105,10 @@ class TargetSyncer(Syncer):
         return self._enqueue(_Command(Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`."""
+        """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`.
+
+        If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
+        """
         return self._enqueue(_Command(Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def delete(self, remote_dir: str) -> bool:

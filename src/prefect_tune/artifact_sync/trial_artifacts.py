@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -95,8 +96,9 @@ class TrialArtifacts:
 
     def _fetch(self) -> None:
         if self._syncer is not None:
-            self._syncer.sync_down(self._remote, self._directory, self._excludes)
-        self._wait()
+            with suppress(FileNotFoundError):  # no earlier attempt has synced any
+                self._syncer.sync_down(self._remote, self._directory, self._excludes)
+                self._wait()
 
     def _send(self) -> None:
         if self._syncer is not None and self._has_something_to_show():

@@ -5,6 +5,8 @@ A message says what, where, what was expected, what was found, and the next move
 
 from __future__ import annotations
 
+from prefect_tune.core.texts import visible
+
 __all__ = [
     "AlreadyCommitted",
     "AlreadyExists",
@@ -34,7 +36,10 @@ __all__ = [
 
 
 class TuneError(Exception):
-    """The base class of all errors that prefect-tune raises on purpose."""
+    """The base class of all errors that prefect-tune raises on purpose. Its text has no control characters."""
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class InvalidInput(TuneError, ValueError):
@@ -73,8 +78,8 @@ class AlreadyCommitted(TuneError):
     """The key holds a checkpoint with other bytes: choose another key."""
 
 
-class CheckpointNotFound(TuneError):
-    """No such checkpoint is committed: choose one that is listed."""
+class CheckpointNotFound(TuneError, FileNotFoundError):
+    """No such checkpoint is committed, or a folder to copy from has no files: choose one that is listed."""
 
 
 class CheckpointCorrupt(TuneError):

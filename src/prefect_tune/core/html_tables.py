@@ -7,6 +7,7 @@ from html import escape
 from typing import NewType
 
 from prefect_tune.core.models import flat
+from prefect_tune.core.texts import visible
 
 __all__ = [
     "Html",
@@ -61,13 +62,13 @@ def cell_html(*parts: Html) -> Html:
 
 def escaped(text: str, most: int = _LONGEST) -> Html:
     """Return text from anywhere as markup that shows it, on one line and in at most `most` characters."""
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return Html(escape(line if len(line) <= most else f"{line[: most - 1]}…"))
 
 
 def code(text: str, most: int = _LONGEST_LINES) -> Html:
     """Return preformatted lines; of very long ones the last `most` characters, where a traceback has its error."""
-    return Html(f"<pre>{escape(text if len(text) <= most else f'…{text[-most:]}')}</pre>")
+    return Html(f"<pre>{escape(visible(text if len(text) <= most else f'…{text[-most:]}'))}</pre>")
 
 
 def soft(text: str) -> Html:

@@ -9,16 +9,27 @@ from functools import cache
 from typing import Annotated, NewType, Self, TypeAlias, TypeVar
 
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import from_json
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.texts import readable, visible
 
 __all__ = [
     "Digest",
     "ExperimentName",
     "Json",
+    "Message",
     "Metrics",
+    "PathName",
     "Stamp",
     "StepReport",
     "TrialId",
@@ -124,8 +135,8 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank."""
-    return text.strip().partition("\n")[0]
+    """Return the first line of a text that is not blank, for people: `visible`."""
+    return visible(text.strip().partition("\n")[0])
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -191,3 +202,25 @@ def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type
         problem = invalid.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the document"
         raise error(f"{where}: {place}: {problem['msg']}") from invalid
+
+
+def _readable(value: object) -> object:
+    return readable(value) if isinstance(value, str) else value
+
+
+Message: TypeAlias = Annotated[str, BeforeValidator(_readable)]
+"""A text for people, possibly from the user's code, of any content and length: it is made `readable`."""
+
+
+def _from_json(value: object, info: ValidationInfo) -> object:
+    if info.mode == "json" and isinstance(value, str):
+        return value.encode("latin-1").decode(errors="surrogateescape")
+    return value
+
+
+def _to_json(path: str) -> str:
+    return path.encode(errors="surrogateescape").decode("latin-1")
+
+
+PathName: TypeAlias = Annotated[str, BeforeValidator(_from_json), PlainSerializer(_to_json, when_used="json")]
+"""A path of this machine, which need not be UTF-8. In JSON each character is one byte of it (Latin-1)."""

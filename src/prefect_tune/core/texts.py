@@ -1,15 +1,32 @@
-"""Sanitize text from outside, such as an exception's message, for JSON, the journal and Prefect's database."""
+"""Sanitize text from outside, such as an exception's message.
+
+`readable` is for what is stored: JSON, the journal, Prefect's database. `visible` is for what is shown: each terminal,
+page, notebook, artifact, log line and error message passes text of a target through it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+import re
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationInfo
-
-__all__ = ["Message", "PathName", "is_unicode", "readable"]
+__all__ = ["is_unicode", "readable", "visible", "visible_line"]
 
 _LONGEST = 100_000
 _HALF = _LONGEST // 2 - 50
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (C0 but for tab and newline, C1), bidirectional marks, line separators, and surrogates."""
+
+
+def visible(text: str) -> str:
+    r"""Return `text` with control characters written as `\x1b` or `\u202e`; tabs and newlines stay.
+
+    Text from a target can then neither control a terminal nor reorder the characters around it.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def visible_line(text: str) -> str:
+    """Return `text` as `visible` does, on one line."""
+    return visible(" ".join(text.splitlines()))
 
 
 def is_unicode(text: str) -> bool:
@@ -32,25 +49,3 @@ def readable(text: str) -> str:
     escaped = text if is_unicode(text) else text.encode(errors="backslashreplace").decode()
     escaped = escaped.replace("\0", "\\x00")
     return escaped if len(escaped) <= _LONGEST else readable(escaped)
-
-
-def _readable(value: object) -> object:
-    return readable(value) if isinstance(value, str) else value
-
-
-Message: TypeAlias = Annotated[str, BeforeValidator(_readable)]
-"""A text for people, possibly from the user's code, of any content and length: it is made `readable`."""
-
-
-def _from_json(value: object, info: ValidationInfo) -> object:
-    if info.mode == "json" and isinstance(value, str):
-        return value.encode("latin-1").decode(errors="surrogateescape")
-    return value
-
-
-def _to_json(path: str) -> str:
-    return path.encode(errors="surrogateescape").decode("latin-1")
-
-
-PathName: TypeAlias = Annotated[str, BeforeValidator(_from_json), PlainSerializer(_to_json, when_used="json")]
-"""A path of this machine, which need not be UTF-8. In JSON each character is one byte of it (Latin-1)."""

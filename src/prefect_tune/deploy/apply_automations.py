@@ -200,7 +200,8 @@ def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Seque
     for each in others:  # concurrent installs created duplicates, or an earlier release has installed its own
         client.delete_automation(each.id)
     enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
-    new = _automation(wanted, actions or first.actions, enabled=enabled)
+    there: Sequence[Any] = first.actions  # Prefect Cloud's may be of types that this Prefect does not know
+    new = _automation(wanted, actions or there, enabled=enabled)
     if _said(new) != _said(first):  # an update resets the state of the trigger
         client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
     return _as_installed(wanted, new)
@@ -210,7 +211,7 @@ def _as_installed(wanted: AutomationSpec, automation: AutomationCore) -> Install
     return Installed(automation.name, wanted.is_alert, automation.enabled, _act(automation.actions))
 
 
-def _act(actions: Sequence[ActionTypes]) -> bool:
+def _act(actions: Sequence[object]) -> bool:
     return not all(isinstance(each, DoNothing) for each in actions)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -15,7 +16,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterIdempotencyKey
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
@@ -34,6 +35,7 @@ from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
+_RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
@@ -94,6 +96,10 @@ class DeploymentLauncher:
         self._job_variables = dict(job_variables) if job_variables else None
         self._begun: Counter[str] = Counter()
         self._withdrawn = threading.Event()
+        self._poll = threading.Lock()  # of the three below
+        self._polled_at = -math.inf
+        self._awaited: set[UUID] = set()
+        self._ended: set[UUID] = set()
 
     def require(self, spec: TrialSpec) -> None:
         """Check the deployment and the specification, before anything is written.
@@ -112,7 +118,15 @@ class DeploymentLauncher:
             ) from missing
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+        """Return a function that starts the attempt and waits for its end: a start may wait for the API for minutes."""
         del link  # the deployment run creates its own from the parameters
+        return lambda: self.wait_for(self.start(spec, request, attempt))
+
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
+        """Start the attempt, or find it if it was started before; return its flow run.
+
+        Raises PrefectException, httpx.HTTPError, OSError: the API refuses, or is unavailable for 5 minutes.
+        """
         parameters: dict[str, object] = {
             "parameters": TrialParameters.of(spec).model_dump(mode="json"),
             "orders": request_as_parameters(request),
@@ -121,7 +135,7 @@ class DeploymentLauncher:
         run = self._latest_run(spec, parameters, _key(spec, request, attempt))
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, run.name)
-        return lambda: self._end_of(run.id)
+        return run.id
 
     def withdraw(self) -> None:
         self._withdrawn.set()
@@ -163,7 +177,8 @@ class DeploymentLauncher:
             try:
                 return ask()
             except _AWAY as error:
-                if not _may_pass(error) or time.monotonic() + pause_seconds > until:
+                is_given_up = self._withdrawn.is_set() or time.monotonic() + pause_seconds > until
+                if is_given_up or not _may_pass(error):
                     raise
                 log = get_run_logger()
                 log.warning("trial %s: retrying its start in %g s: %s", spec.trial.trial, pause_seconds, error)
@@ -183,11 +198,21 @@ class DeploymentLauncher:
             raise TypeError("run_deployment was called where it returns a coroutine")
         return run
 
-    def _end_of(self, flow_run: UUID) -> None:
-        """Return when the run has ended; poll every 2 s, also while the API is unavailable."""
-        with get_client(sync_client=True) as client:  # making one takes more CPU than a request: 16 ms
-            while not _has_ended(client, flow_run, withdrawn=self._withdrawn.is_set()):
-                time.sleep(_LOOK_SECONDS)
+    def wait_for(self, flow_run: UUID) -> None:
+        """Return when the run has ended. One request every 2 s asks for all runs, also while the API is unavailable."""
+        with self._poll:
+            self._awaited.add(flow_run)
+        while not self._has_ended(flow_run):
+            time.sleep(_LOOK_SECONDS)
+
+    def _has_ended(self, flow_run: UUID) -> bool:
+        with self._poll:
+            if time.monotonic() - self._polled_at >= _LOOK_SECONDS:
+                with suppress(*_AWAY), get_client(sync_client=True) as client:
+                    self._ended |= _ended_among(client, sorted(self._awaited), withdrawn=self._withdrawn.is_set())
+                self._polled_at = time.monotonic()
+                self._awaited -= self._ended
+            return flow_run in self._ended
 
 
 def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
@@ -207,15 +232,21 @@ def _may_pass(error: Exception) -> bool:
     return is_temporary(error) or not isinstance(error, httpx.HTTPStatusError | ObjectNotFound)
 
 
-def _has_ended(client: SyncPrefectClient, flow_run: UUID, *, withdrawn: bool) -> bool:
-    """Whether the run has ended; False while the API is unavailable. If `withdrawn`, cancel it if it has not begun."""
-    try:
-        state = client.read_flow_run(flow_run).state
-        if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
-            cancelled: State[None] = Cancelled(message="the search ended before this run began")
-            state = client.set_flow_run_state(flow_run, cancelled).state
-    except ObjectNotFound:
-        return True  # deleted
-    except _AWAY:
-        return False
-    return state is not None and state.is_final()
+def _ended_among(client: SyncPrefectClient, awaited: Sequence[UUID], *, withdrawn: bool) -> set[UUID]:
+    """Return the runs that have ended or were deleted. If `withdrawn`, cancel those that have not begun.
+
+    Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
+    """
+    ended: set[UUID] = set()
+    for first in range(0, len(awaited), _RUNS_PER_REQUEST):
+        batch = awaited[first : first + _RUNS_PER_REQUEST]
+        wanted = FlowRunFilter(id=FlowRunFilterId(any_=list(batch)))
+        states = {run.id: run.state for run in client.read_flow_runs(flow_run_filter=wanted, limit=_RUNS_PER_REQUEST)}
+        for run in batch:
+            state = states.get(run)
+            if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
+                cancelled: State[None] = Cancelled(message="the search ended before this run began")
+                state = client.set_flow_run_state(run, cancelled).state
+            if run not in states or (state is not None and state.is_final()):
+                ended.add(run)
+    return ended

@@ -66,7 +66,7 @@ class _RemoteAttempt:
     read: int
     """Number of the last entry that was read from its journal."""
     search_epoch: int = 0
-    """The experiment's epoch of the search that reads it."""
+    """The experiment's term of the search that reads it."""
     is_taken_over: bool = False
     """Whether a newer search has started the trial again: this one must not answer it any more."""
     looked_at: float = 0.0

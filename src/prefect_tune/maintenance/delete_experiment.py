@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import kind_of
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.messages.live_status import view_of
+from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
 from prefect_tune.core.models import plural, valid_name
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.recovery.stale_reads import is_deletion
@@ -111,11 +111,18 @@ def _state(store: ObjectStore, name: str, uri: str) -> Experiment | None:
 
 
 def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
-    last = next_entry(store, state.key, state.number - 1)
-    fresh = freshness_of(view_of(store, state, last.at if last else ""), datetime.now(UTC))
+    """Refuse while a trial runs by the journal, or its owner still publishes, by this machine's clock.
+
+    A search between two trials has none that runs; a process that was killed stops publishing. Not noticed is a search
+    in its first second, or one with `live_period_seconds=None` while none of its trials runs.
+    """
+    last, live = next_entry(store, state.key, state.number - 1), live_status_of(store, state)
+    count = sum(each.status is Status.RUNNING for each in state.trials.values())
+    as_of = max(live.at if live else "", last.at if last else "")
+    fresh = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
+    fresh = replace(fresh, is_running=fresh.is_running or live is not None)
     if not fresh.is_running or fresh.is_stale:
         return
-    count = sum(each.status is Status.RUNNING for each in state.trials.values())
     runs = f"{plural(count, 'trial runs', 'trials run')} by its journal, as of {fresh.words()}"
     end = f"prefect-tune stop {uri} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
     raise InvalidInput(

@@ -12,6 +12,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from prefect_tune.core.models import digest_of, plural, shown_size
+from prefect_tune.core.texts import visible
 
 _SHOWN_ROWS = 100
 
@@ -141,7 +142,7 @@ def markdown(report: MaintenanceReport) -> str:
     """Return the page: first the damage, then the work done, then the work left."""
     what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
     found = "new damage" if report.new_damage else "damage, reported before" if report.damaged else "no damage found"
-    return "\n".join(
+    page = "\n".join(
         [
             f"# {what}",
             "",
@@ -158,6 +159,7 @@ def markdown(report: MaintenanceReport) -> str:
             *_section("Not checked", ("experiment", "what", "why"), _left(report)),
         ]
     )
+    return visible(page)
 
 
 def _damaged(report: MaintenanceReport) -> Iterable[Sequence[object]]:

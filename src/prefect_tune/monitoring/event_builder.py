@@ -91,7 +91,7 @@ class EventBuilder:
 
     def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the event of the start of a run."""
-        yield self._event(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
+        yield self._event(ExperimentStarted(term=experiment.epoch, trials=counted(experiment)))
 
     def events_of(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
         """Return the Prefect events of a journal event, from the states before and after it."""

@@ -68,6 +68,8 @@ class LiveStatusObserver(SearchObserver):
             self._report(newest.trial, newest.report, newest.at)
 
     def __enter__(self) -> Self:
+        """Publish also while no trial runs: `delete` takes an experiment whose live status is recent for running."""
+        self._publisher.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -25,10 +25,11 @@ from prefect_tune.core.models import first_line, metric_in, plural
 from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
+from prefect_tune.core.texts import visible
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.terminal.formatting import format_value, visible
+from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.trials_table import config_cells
 
 _METRICS = 3
@@ -108,7 +109,7 @@ class SearchLog(SearchObserver):
         self._wasted[trial.trial] = trial.wasted_steps
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
-        lost = f"; {plural(repeated, 'journaled step', 'journaled steps')} repeated" if repeated else ""
+        lost = f"; {plural(repeated, 'step', 'steps')} trained again" if repeated else ""
         again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"

@@ -140,7 +140,9 @@ OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Na
 MetricField: TypeAlias = Annotated[
     str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
 ]
-ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One mode for each metric", _MODE))]
+ModeField: TypeAlias = Annotated[
+    Mode | list[Mode] | None, _one_of(_MODE, _list_of("One mode for each metric", _MODE), _NOTHING)
+]
 CallbacksField: TypeAlias = Annotated[
     list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
 ]

@@ -20,6 +20,7 @@ from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.registry import BUILT_IN
+from prefect_tune.runtime.load_named import import_path_of, load_named
 
 _MODULES = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
@@ -63,11 +64,13 @@ def stop_from(given: object) -> object:
     """Return `stop` with stopper objects for those in its JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
     A name with a number is a metric: a trial stops when its value reaches the number (`>=`). A name with an object is
-    a stopper with these options.
+    a stopper with these options. `package.module:name` is the object of that name.
 
     Raises:
-        InvalidInput: no stopper has this name, or these options.
+        InvalidInput: no stopper has this name, or these options; or the name cannot be imported.
     """
+    if isinstance(given, str) and ":" in given:
+        return stop_from(load_named(given, "stop"))
     if isinstance(given, Mapping):
         stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in given.items() if name not in stoppers}
@@ -79,13 +82,13 @@ def stop_from(given: object) -> object:
 
 
 def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str | None:
-    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, as with a function."""
+    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, as with a lambda."""
     if isinstance(stop, AnyOf | list | tuple):
         parts = [stop_to_json(each) for each in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
         return None if None in parts else [each for each in parts if each is not None]
     if isinstance(stop, Stopper):
         return to_json(stop)
-    return stop if isinstance(stop, Mapping | str) and _is_json(stop) else None
+    return stop if isinstance(stop, Mapping | str) and _is_json(stop) else import_path_of(stop)
 
 
 def to_json(thing: object) -> dict[str, Any] | None:

@@ -43,7 +43,8 @@ def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
     if isinstance(before, int) and ENDLESS not in (before, num_samples) and num_samples < before:
         raise InvalidInput(
             f"num_samples: experiment {state.name!r} has {before} already, and this run passes {num_samples}: it is "
-            f"the new total. Pass {before} or more, or samples_per_run={num_samples} to add {num_samples}"
+            f"the new total, with a grid that of each point. Pass {before} or more, or "
+            f"samples_per_run={num_samples} to add {num_samples}"
         )
 
 

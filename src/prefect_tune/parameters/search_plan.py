@@ -18,8 +18,10 @@ from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.resources import Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
+from prefect_tune.core.search.domains import SampleFrom, domains_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.layout import TrialKey
@@ -34,7 +36,7 @@ from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
 from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
 from prefect_tune.parameters.validated_parameters import ValidatedParameters
-from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.load_named import import_path_of, load_named
 from prefect_tune.runtime.trainable import require_saves
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
@@ -88,7 +90,8 @@ class SearchPlan(ValidatedParameters):
     space: Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None = None
     experiment: Annotated[str, BeforeValidator(experiment_name)] = Field(default=None, validate_default=True)
     metric: str | list[str] | None = None
-    mode: Mode | list[Mode] = "min"
+    mode: Mode | list[Mode] | None = None
+    """As given; None means `min`."""
     num_samples: int | None = None
     samples_per_run: int | None = None
     search: Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None = None
@@ -133,12 +136,14 @@ class SearchPlan(ValidatedParameters):
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources
+        if self.space is not None:
+            require_drawable(self.space, self.seed_of_draws)
         return self
 
     @property
     def objective(self) -> Objective | None:
         """The metrics that trials are compared by; None without any."""
-        return objective_of(self.metric, self.mode)
+        return objective_of(self.metric, self.mode or "min")
 
     @property
     def stopper(self) -> Stopper:
@@ -250,9 +255,20 @@ def _json_of(name: str, value: Any) -> object | None:
         case _ if name == "stop":
             return stop_to_json(value)
         case _ if name == "space":
-            return _or_none(lambda: space_to_json(value))
+            return _or_none(lambda: space_to_json(value)) if _has_named_functions(value) else None
+        case _ if name == "trainable":
+            return value if isinstance(value, str) else import_path_of(value)
+        case _ if name == "callbacks":
+            named = [each if isinstance(each, str) else import_path_of(each) for each in value]
+            return None if None in named else named
         case _:
             return _or_none(lambda: canonical_json(value) and value)
+
+
+def _has_named_functions(space: dict[str, object]) -> bool:
+    """Whether each function of the space is imported under the name that its JSON has."""
+    functions = [each.function for each in domains_in(space) if isinstance(each, SampleFrom) and each.path is None]
+    return all(import_path_of(each) is not None for each in functions)
 
 
 def _or_none(write: Callable[[], object]) -> object | None:

@@ -9,7 +9,7 @@ from functools import cache
 from inspect import Parameter, signature
 from reprlib import repr as shortened
 from types import FunctionType
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from prefect import Flow
 from prefect.client.schemas.objects import State
@@ -206,6 +206,9 @@ def _wrong(flow: Flow[..., Any], name: str, value: object) -> str | None:
     kind = _kinds(flow.fn)[name]
     if kind is Any:
         return None
+    kinds = {*get_args(kind), kind}
+    if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:  # pydantic takes True for 1
+        return f"{name}: expected {_EXPECTED['int' if int in kinds else 'float']}, found {value}"
     try:
         _adapter(flow.fn, name).validate_python(value)
     except ValidationError as error:

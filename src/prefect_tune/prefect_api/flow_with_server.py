@@ -8,32 +8,40 @@ on a machine runs all migrations, and may take longer.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 from prefect import Flow
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+from prefect.states import Cancelled
 from prefect.task_runners import TaskRunner
 
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
 if TYPE_CHECKING:
+    from types import TracebackType
     from typing import Self
 
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
+_names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
+_HAD_TRACE = "had a traceback"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
@@ -43,6 +51,22 @@ Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractCon
 def has_begun(interrupt: KeyboardInterrupt) -> bool:
     """Return whether a flow run had begun when it was interrupted; False for other interrupts."""
     return _HAS_BEGUN in vars(interrupt)
+
+
+def is_without_trace(record: logging.LogRecord) -> bool:
+    """Return whether a record of Prefect's log has lost the traceback of a `TuneError`: see `_without_trace`."""
+    return _HAD_TRACE in vars(record)
+
+
+def _without_trace(record: logging.LogRecord) -> bool:
+    """Leave the traceback of a `TuneError` of our flows out of Prefect's log: the message says what to do."""
+    is_ours = getattr(record, "flow_name", None) in _names
+    if is_ours and record.exc_info and isinstance(record.exc_info[1], TuneError):
+        vars(record).update({"exc_info": None, _HAD_TRACE: True})
+    return True
+
+
+logging.getLogger("prefect.flow_runs").addFilter(_without_trace)
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -58,8 +82,8 @@ class FlowWithServer(Flow[_P, _R]):
 
         Raises:
             InvalidInput: an argument is wrong.
-            KeyboardInterrupt: Ctrl-C. Its message says what to do; its traceback has no line of Prefect. `has_begun`
-                says whether the flow run had begun.
+            KeyboardInterrupt: Ctrl-C. Its message says what to do; if nothing catches it, Python prints no traceback.
+                `has_begun` says whether the flow run had begun, which then ends as *Interrupted*, of type Cancelled.
         """
         found: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
@@ -69,11 +93,15 @@ class FlowWithServer(Flow[_P, _R]):
                 _have_server(resources, partial(self._prestarted, arguments))
                 advice = f"{self.name} was interrupted: run it again to continue"
                 found[_HAS_BEGUN] = True
-                return super().__call__(*args, **options)
+                with _interrupts_raised_after_the_run():
+                    return super().__call__(*args, **options)
+        except InvalidInput as error:
+            raise error.with_traceback(None)  # noqa: B904  it is the same error, without the lines of Prefect's engine
         except KeyboardInterrupt as interrupt:
             # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(found)
+            _print_without_traceback(again)
             raise again from None
 
     def _prestarted(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -104,12 +132,67 @@ def flow_with_server(
     """
 
     def made(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
-        flow = FlowWithServer(function, **options)
+        flow = FlowWithServer(_ending_as_interrupted(function), **options)
+        _names.add(flow.name)
         flow.call_context = call_context
         flow.prestart = prestart
         return flow
 
     return made
+
+
+# The interrupts of the call of a flow in this context. Runs of deployments are not calls: Prefect sets their states.
+_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_interrupts", default=None)
+
+
+@contextmanager
+def _interrupts_raised_after_the_run() -> Iterator[None]:
+    interrupts: list[KeyboardInterrupt] = []
+    token = _interrupts.set(interrupts)
+    try:
+        yield
+    finally:
+        _interrupts.reset(token)
+        if interrupts:
+            raise interrupts[0]
+
+
+def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:
+    """A function, since Dask pickles the flow with the variables that it names, and no `ContextVar` can be pickled."""
+    if (interrupts := _interrupts.get()) is None:
+        return False
+    interrupts.append(interrupt)
+    return True
+
+
+def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return the function of a flow whose call ends in the state Interrupted on Ctrl-C, which Prefect calls a crash."""
+
+    @wraps(function)
+    def run(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except KeyboardInterrupt as interrupt:
+            if not _is_raised_after_the_run(interrupt):
+                raise
+            return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
+
+    # Prefect looks for the names in annotations in the module of `run`, which is this one.
+    vars(run)["__signature__"] = signature(function, eval_str=True)
+    return run
+
+
+def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:
+    """Have Python print only the message of `interrupt` if nothing catches it: its traceback says nothing more."""
+    other = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt:
+            sys.stderr.write(f"KeyboardInterrupt: {error}\n")
+        else:
+            other(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextManager[object]]) -> None:

@@ -9,15 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from prefect_tune.core.models import leaves
 from prefect_tune.core.numbers import is_number
 
-_MOST = 96
-
 
 class Series:
-    """Numbers by step, the first and the last among them; of very many every second, fourth, ... is kept."""
+    """Numbers by step, the first and the last among them; of more than `most`, every second, fourth, ... is kept."""
 
-    __slots__ = ("_since", "_steps", "_stride", "_values")
+    __slots__ = ("_most", "_since", "_steps", "_stride", "_values")
 
-    def __init__(self, points: Iterable[tuple[float, float]] = ()) -> None:
+    def __init__(self, points: Iterable[tuple[float, float]] = (), *, most: int = 96) -> None:
+        self._most = most
         self._steps = array("d")
         self._values = array("d")
         self._stride = 1
@@ -36,7 +35,7 @@ class Series:
         self._since = 1
         self._steps.append(step)
         self._values.append(value)
-        if len(self._steps) > _MOST:
+        if len(self._steps) > self._most:
             self._thin()
 
     def cut(self, step: float) -> None:

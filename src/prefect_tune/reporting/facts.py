@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from prefect_tune.core.experiment.summary import counted, is_search, shown_settings
@@ -48,10 +48,12 @@ class TrialFacts:
 class Run:
     """One run's time as the owner of the experiment."""
 
-    epoch: int
+    term: int
+    """The number of the owner."""
     owner: str
     began_at: str
-    last_heard_at: str
+    last_entry_at: str
+    elapsed_seconds: float
     attempts: int
     """The number of attempts that began in this time."""
     trials_added: int
@@ -93,7 +95,10 @@ class Facts:
     metric: Sequence[str]
     mode: Sequence[str]
     began_at: str
-    told_at: str
+    as_of: str
+    """The time of what is reported."""
+    elapsed_seconds: float
+    """The time in which a run owned the experiment, without the time between runs."""
     age: str
     """How old the facts are, in words; empty if no trial runs."""
     trials_by_status: Mapping[str, int]
@@ -106,7 +111,11 @@ class Facts:
     """The best first, and no more than 50."""
     errors: Sequence[TrialFacts]
     """No more than 10."""
-    importance: Mapping[str, float]
+    constants: Mapping[str, object]
+    """The parameters of a search that are the same in every trial."""
+    space: Mapping[str, str]
+    """What each other parameter is drawn from; empty if the journal does not say."""
+    run_count: int
     runs: Sequence[Run]
     """The last 20."""
     cost: Cost
@@ -125,6 +134,8 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     def found(trials: Sequence[Trial], most: int) -> Sequence[TrialFacts]:
         return [_trial_facts(each, state.name, owners.get(each.trial), links) for each in trials[:most]]
 
+    ownerships, domains = _until_now(report_input), report_input.domains
+    nested = [f"{each}/" for each in domains]
     ranked = [*report_input.ranking, *(each for each in report_input.trials if each.trial not in report_input.losses)]
     errors = [each for each in report_input.trials if each.status is Status.ERRORED]
     return Facts(
@@ -133,8 +144,9 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         kind="search" if is_search(state) else "training",
         metric=objective.metrics if objective else (),
         mode=objective.modes if objective else (),
-        began_at=_at(history.ownerships[0].began.isoformat()) if history.ownerships else "",
-        told_at=_at(report_input.now.isoformat()),
+        began_at=_at(ownerships[0].began.isoformat()) if ownerships else "",
+        as_of=_at(report_input.now.isoformat()),
+        elapsed_seconds=sum(map(_elapsed_seconds, ownerships)),
         age=report_input.age,
         trials_by_status=counted(state),
         trial_count=len(report_input.trials),
@@ -143,8 +155,10 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
         best=found(report_input.best, _TRIALS),
         trials=found(ranked, _TRIALS),
         errors=found(errors, _ERRORS),
-        importance=report_input.importances,
-        runs=_runs(history.ownerships[-_RUNS:], history.attempts, links),
+        constants=report_input.constants if is_search(state) else {},
+        space={name: repr(each) for name, each in domains.items() if not any(map(name.startswith, nested))},
+        run_count=len(ownerships),
+        runs=_runs(ownerships[-_RUNS:], history.attempts, links),
         cost=_cost(report_input),
         settings=shown_settings(state.settings),
         ended_because=state.ends,
@@ -171,6 +185,18 @@ def _trial_facts(trial: Trial, experiment: str, owner: Owner | None, links: Link
     )
 
 
+def _until_now(report_input: ReportInput) -> Sequence[OwnershipPeriod]:
+    """Return the times of the owners; that of the last one lasts while a trial runs."""
+    ownerships = list(report_input.history.ownerships)
+    if ownerships and any(each.status is Status.RUNNING for each in report_input.trials):
+        ownerships[-1] = replace(ownerships[-1], last=max(ownerships[-1].last, report_input.now))
+    return ownerships
+
+
+def _elapsed_seconds(ownership: OwnershipPeriod) -> float:
+    return (ownership.last - ownership.began).total_seconds()
+
+
 def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPeriod], links: Links) -> Sequence[Run]:
     runs = []
     for index, ownership in enumerate(ownerships):
@@ -178,7 +204,8 @@ def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPerio
         begun = sum(1 for each in attempts if ownership.began <= each.began and (until is None or each.began < until))
         times = _at(ownership.began.isoformat()), _at(ownership.last.isoformat())
         added = ownership.trials, ownership.samples
-        runs.append(Run(ownership.epoch, str(ownership.owner), *times, begun, *added, links(ownership.owner)))
+        elapsed = _elapsed_seconds(ownership)
+        runs.append(Run(ownership.term, str(ownership.owner), *times, elapsed, begun, *added, links(ownership.owner)))
     return runs
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import islice
 
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
@@ -32,6 +33,10 @@ from prefect_tune.reporting.curve_sampling import Series, numbers_in
 from prefect_tune.terminal.formatting import parse_time
 
 _METRICS = 4
+_OTHERS = 12
+"""The other metrics with curves; of a thirteenth only its name is kept."""
+_POINTS_OF_OTHERS = 24
+_MOST_NAMES = 1000
 
 
 class AttemptEnd(StrEnum):
@@ -56,7 +61,7 @@ _ENDS_BY_EVENT: Mapping[type[Event], AttemptEnd] = {
 class OwnershipPeriod:
     """The time during which one run owned the experiment."""
 
-    epoch: int
+    term: int
     owner: Owner
     began: datetime
     last: datetime
@@ -83,17 +88,6 @@ class AttemptPeriod:
 
 
 @dataclass(frozen=True, slots=True)
-class Clone:
-    """A trial continued from a copy of another trial's checkpoint."""
-
-    trial: str
-    at_step: int
-    """Its step before."""
-    source: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
     """Bytes committed and uploaded. Commits that earlier versions journaled do not have the uploaded bytes."""
 
@@ -112,11 +106,15 @@ class HistoryView:
     """An immutable extract of the history."""
 
     metrics: tuple[str, ...] = ()
+    """The metrics of the objective; without one, the first four reported numbers."""
+    others: tuple[str, ...] = ()
+    """The first twelve other reported numbers."""
+    metric_count: int = 0
+    """How many metrics were reported, also those without curves."""
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
     """Points by trial and metric, thinned out."""
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
-    clones: Sequence[Clone] = ()
     costs: Costs = Costs()
     newest: Mapping[str, StepReport] = field(default_factory=dict)
     """The last reports of running attempts, which the journal may not have yet."""
@@ -125,14 +123,15 @@ class HistoryView:
 
 
 class ExperimentHistory:
-    """Builds the history from events in their order; keeps about 1 KiB per trial, however long it trains.
+    """Builds the history from events in their order; keeps about 1 KiB per trial and metric, however long it trains.
 
     Not thread-safe.
     """
 
     def __init__(self, metrics: Sequence[str] = (), *, is_whole: bool = True) -> None:
-        """Args: metrics: the metrics whose curves are kept. Default: the first four numeric ones reported."""
+        """Args: metrics: those of the objective."""
         self._metrics = tuple(metrics)
+        self._names: dict[str, None] = {}  # of the other metrics
         self._is_whole = is_whole
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
@@ -142,7 +141,6 @@ class ExperimentHistory:
         self._last_entry_at: dict[str, datetime] = {}  # when
         self._ended_at: dict[str, datetime] = {}  # attempts that ended without an entry of their own
         self._ownerships: list[OwnershipPeriod] = []
-        self._clones: list[Clone] = []
         self._steps: dict[str, int] = {}  # the last step of each trial
         self._newest: dict[str, StepReport] = {}  # of running attempts
         self._latest: dict[str, StepReport] = {}  # of running attempts, ahead of the reports before it
@@ -202,26 +200,24 @@ class ExperimentHistory:
         if trial in self._open:
             self._latest[trial] = report
 
-    def set_owner(self, owner: Owner, epoch: int, at: datetime) -> None:
+    def set_owner(self, owner: Owner, term: int, at: datetime) -> None:
         """Record the owner, if the entry with the change of owner was not passed to `add_entry`."""
-        if not self._ownerships or self._ownerships[-1].epoch != epoch:
-            self._ownerships.append(OwnershipPeriod(epoch, owner, at, at))
+        if not self._ownerships or self._ownerships[-1].term != term:
+            self._ownerships.append(OwnershipPeriod(term, owner, at, at))
 
     def view(self, trials: Collection[str]) -> HistoryView:
         """Return the history, with the curves of these trials."""
         drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
         return HistoryView(
             metrics=self._metrics,
-            curves={
-                trial: {name: each.points() for name, each in curves.items() if name in self._metrics}
-                for trial, curves in drawn.items()
-            },
+            others=tuple(self._names)[:_OTHERS],
+            metric_count=len(self._metrics) + len(self._names),
+            curves={trial: {name: each.points() for name, each in curves.items()} for trial, curves in drawn.items()},
             attempts=tuple(
                 each if each.ended else replace(each, step=self._steps.get(each.trial, each.step))
                 for each in self._attempts
             ),
             ownerships=tuple(self._ownerships),
-            clones=tuple(self._clones),
             costs=self._costs,
             newest={**self._newest, **self._ahead()},
             is_whole=self._is_whole,
@@ -277,15 +273,23 @@ class ExperimentHistory:
     def _report(self, trial: str, report: StepReport) -> None:
         if report.step <= self._steps.get(trial, 0):
             return
-        numbers = numbers_in(report.metrics)
-        if not self._metrics:
-            self._metrics = tuple(numbers)[:_METRICS]
-        curves = self._curves.setdefault(trial, {})
-        for name in self._metrics:
-            if name in numbers:
-                curves.setdefault(name, Series()).add(report.step, numbers[name])
+        self._add_points(trial, report.step, report.metrics)
         self._steps[trial] = report.step
         self._newest[trial] = report
+
+    def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
+        """Add a step's numbers to the curves of the trial."""
+        numbers = numbers_in(metrics)
+        self._metrics = self._metrics or tuple(numbers)[:_METRICS]
+        curves = self._curves.setdefault(trial, {})
+        for name in numbers:
+            if name not in self._metrics and len(self._names) < _MOST_NAMES:
+                self._names[name] = None
+        for name in (*self._metrics, *islice(self._names, _OTHERS)):
+            if name in numbers:
+                if name not in curves:
+                    curves[name] = Series() if name in self._metrics else Series(most=_POINTS_OF_OTHERS)
+                curves[name].add(step, numbers[name])
 
     def _committed(self, event: Committed) -> None:
         costs, size_bytes = self._costs, event.checkpoint.size_bytes
@@ -302,12 +306,9 @@ class ExperimentHistory:
     def _cloned(self, event: Cloned) -> None:
         copy = event.checkpoint
         self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
-        self._clones.append(Clone(event.trial, self._steps.get(event.trial, 0), event.source.trial.trial, copy.step))
         self._steps[event.trial] = copy.step
         self._curves.pop(event.trial, None)
-        for name, number in numbers_in(copy.metrics).items():
-            if name in self._metrics:
-                self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
+        self._add_points(event.trial, copy.step, copy.metrics)
 
     def _ended(self, trial: str, end: AttemptEnd, at: datetime) -> None:
         """End an attempt; one that died counts until its last entry, not until its death was detected."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_status import Status, status_label
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
-from prefect_tune.reporting.charts.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.charts.timeline_charts import timeline
 from prefect_tune.reporting.charts.trial_charts import (
-    front_chart,
-    importance_chart,
+    SMALL_CURVES,
     learning_curves,
     parallel_coordinates,
     rung_chart,
@@ -29,25 +28,18 @@ _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 _COLUMNS = 5
 _BUILT_IN = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _WIDEST = 24
+_GAP = 2
+_ROOM = 126
+"""The width of a table, in characters, that needs no scroll bar in the HTML file."""
 _SETTING = 1000
 _TRACEBACK = 4000
 _CONFIG = 40
+_DOMAIN = 200
 _NOT_SET: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
-    ("Pareto front", front_chart, "Orange: no other trial beats it in one metric without being beaten in another."),
     ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
     ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
-    (
-        "Parameter importance",
-        importance_chart,
-        "The share of the differences between trials that one parameter alone explains (ε² of the ranks).",
-    ),
     ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that continued."),
-    (
-        "Lineage",
-        lineage_chart,
-        "Each member in the color of the member whose weights it trains. Red: it continued from a copy of another's.",
-    ),
     (
         "Timeline",
         timeline,
@@ -57,6 +49,10 @@ _FIGURES = (
         ),
     ),
 )
+_LEGENDS_OF_A_FRONT: Mapping[Callable[[ReportInput], str | None], str] = {
+    learning_curves: "Orange: the Pareto front. Blue: the others.",
+    parallel_coordinates: "A line is a trial. Orange: the Pareto front.",
+}
 
 
 def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
@@ -74,14 +70,19 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("trials", format_counts(facts.trials_by_status)),
         ("compared by", by),
         ("target", Verbatim(below(facts.where, facts.experiment))),
-        ("owner", _linked(f"{run.owner}, epoch {run.epoch}", run.link) if run else ""),
-        ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+        ("owner", _linked(f"{run.term}: {run.owner}", run.link) if run else ""),
+        ("time", f"{_time(facts.began_at)} to {_time(facts.as_of)} UTC" if facts.began_at else ""),
+        ("elapsed", format_span(facts.elapsed_seconds) + _in_runs(facts) if facts.began_at else ""),
         ("as of", facts.age),
         ("ended early", _clipped(first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
     if not facts.is_whole:
         yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " shows all."])
+
+
+def _in_runs(facts: Facts) -> str:
+    return f" in {facts.run_count} runs" if facts.run_count > 1 else ""
 
 
 def _headline(facts: Facts) -> str:
@@ -125,9 +126,14 @@ def _best(facts: Facts) -> Iterator[Block]:
     if best.run:
         rows.append(("run", Link("in the Prefect UI", best.run)))
     yield Table((), rows)
-    if config := list(flat(best.config).items()):
+    config = [(name, value) for name, value in flat(best.config).items() if name not in facts.constants]
+    if config:
         shown = [(name, _clipped(format_cell(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
+    if facts.constants:
+        constants = [f"{name} {_clipped(format_cell(value), 60)}" for name, value in facts.constants.items()]
+        more = f" and {len(constants) - _CONFIG} more" if len(constants) > _CONFIG else ""
+        yield Text([f"The same in every trial: {', '.join(constants[:_CONFIG])}{more}."])
     if best.checkpoint:
         at = f"Its newest checkpoint, of step {format_count(best.checkpoint_step or 0)}"
         yield Text([f"{at}, and the command that downloads it:"])
@@ -159,8 +165,20 @@ def _figures(report_input: ReportInput) -> Iterator[Block]:
             continue
         if svg is not None:
             yield Heading(title)
-            is_clear = draw is learning_curves and report_input.objective is None
-            yield Figure(svg, f"{title} of {report_input.experiment.name}", "" if is_clear else legend)
+            if len(report_input.best) > 1:
+                legend = _LEGENDS_OF_A_FRONT.get(draw, legend)  # noqa: PLW2901  no trial is the best
+            said = _legend_of_curves(report_input, legend) if draw is learning_curves else legend
+            yield Figure(svg, f"{title} of {report_input.experiment.name}", said)
+
+
+def _legend_of_curves(report_input: ReportInput, legend: str) -> str:
+    history = report_input.history
+    said = [legend] if report_input.ranking else []
+    if history.others and len(history.curves) > SMALL_CURVES:
+        said.append(f"Small: the other metrics, of {SMALL_CURVES} trials.")
+    if more := history.metric_count - len(history.metrics) - len(history.others):
+        said.append(f"{plural(more, 'more metric is', 'more metrics are')} in the results.")
+    return " ".join(said)
 
 
 # ------------------------------------------------------------------------------------------------- the trials
@@ -177,26 +195,49 @@ def _trials(facts: Facts) -> Iterator[Block]:
     yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])
 
 
-def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
-    """Yield the name and the cells of each column of the table of trials."""
-    trials = facts.trials
-    yield "trial", [_linked(each.trial, each.run) for each in trials]
-    yield "status", [status_label(each.status, each.step) for each in trials]
-    yield "step", [format_count(each.step) for each in trials]
+def _columns(facts: Facts) -> Sequence[tuple[str, Sequence[Cell]]]:
+    """Return the name and the cells of each column of the table of trials; there are parameters if they fit."""
+    trials, on_front = facts.trials, {each.trial for each in facts.best}
+    columns: list[tuple[str, Sequence[Cell]]] = [
+        ("trial", [_linked(each.trial, each.run) for each in trials]),
+        ("status", [status_label(each.status, each.step) for each in trials]),
+        ("step", [format_count(each.step) for each in trials]),
+    ]
+    if len(facts.metric) > 1:
+        columns.append(("Pareto front", ["yes" if each.trial in on_front else "no" for each in trials]))
     if any(each.host for each in trials):
-        yield "host", [_clipped(each.host or "") for each in trials]
+        columns.append(("host", [_clipped(each.host or "") for each in trials]))
     for metric in facts.metric:
         name = f"metrics/{metric}" if metric in _BUILT_IN else metric
-        yield name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]
-    configs = [flat(each.config) for each in trials]
-    for parameter in _differing(facts, configs):
-        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter
-        yield name, [_clipped(format_cell(config.get(parameter))) for config in configs]
+        columns.append((name, [_clipped(format_cell(metric_in(each.metrics, metric))) for each in trials]))
+    place = len(columns)
     if any(each.attempts > 1 for each in trials):
-        yield "attempts", [format_count(each.attempts) for each in trials]
-    yield "trained", [_span(each.trained_seconds) for each in trials]
-    names = [each.checkpoint.rpartition("/")[2] if each.checkpoint else "" for each in trials]
-    yield "checkpoint", [Verbatim(name) if name else "" for name in names]
+        columns.append(("attempts", [format_count(each.attempts) for each in trials]))
+    columns.append(("trained", [_span(each.trained_seconds) for each in trials]))
+    saved = [each.checkpoint_step for each in trials]
+    columns.append(("checkpoint", ["" if step is None else f"step {format_count(step)}" for step in saved]))
+    columns[place:place] = _parameters(facts, _ROOM - sum(map(_width, columns)))
+    return columns
+
+
+def _parameters(facts: Facts, room: int) -> Iterator[tuple[str, Sequence[Cell]]]:
+    """Yield columns of parameters that differ, at most five, that are not wider than `room`; of one trial, of all."""
+    configs = [flat(each.config) for each in facts.trials]
+    names = dict.fromkeys(name for config in configs for name in config if name not in facts.constants)
+    differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
+    for parameter in differ[:_COLUMNS]:
+        name = f"config/{parameter}" if parameter in {*_BUILT_IN, *facts.metric} else parameter
+        column = name[-_WIDEST:], [_clipped(format_cell(config.get(parameter))) for config in configs]
+        room -= _width(column)
+        if room >= 0:
+            yield column
+
+
+def _width(column: tuple[str, Sequence[Cell]]) -> int:
+    """Return the width of a column in characters; a name is broken at its spaces."""
+    name, cells = column
+    texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
+    return max((*map(len, name.split()), *map(len, texts)), default=0) + _GAP
 
 
 def _without_repetition(columns: Iterable[tuple[str, Sequence[Cell]]]) -> Iterator[Block]:
@@ -208,13 +249,6 @@ def _without_repetition(columns: Iterable[tuple[str, Sequence[Cell]]]) -> Iterat
         yield Text(["The same in every row: ", str(parts[0]).removeprefix(", "), *parts[1:], "."])
     shown = [first, *(each for each, is_same in zip(others, is_repeated, strict=True) if not is_same)]
     yield Table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
-
-
-def _differing(facts: Facts, configs: Sequence[Mapping[str, object]]) -> Sequence[str]:
-    """Return the parameters that differ, the most important first."""
-    names = dict.fromkeys([*facts.importance, *(name for config in configs for name in config)])
-    differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
-    return differ[:_COLUMNS]
 
 
 def _errors(facts: Facts) -> Iterator[Block]:
@@ -257,9 +291,16 @@ def _end(facts: Facts) -> Iterator[Block]:
     if len(facts.runs) > 1:
         yield Heading("Runs")
         yield from _without_repetition(_runs(facts))
-    if settings := [(name, _setting(value)) for name, value in facts.settings.items() if value not in _NOT_SET]:
+    if facts.space:
+        drawn = [(name, _clipped(domain, _DOMAIN)) for name, domain in facts.space.items()]
+        yield Heading("Space")
+        yield Table(("parameter", "drawn from"), drawn[:_CONFIG])
+        if len(drawn) > _CONFIG:
+            yield Text([f"And {len(drawn) - _CONFIG} more."])
+    settings = {name: value for name, value in facts.settings.items() if name != "space" or not facts.space}
+    if shown := [(name, _setting(value)) for name, value in settings.items() if value not in _NOT_SET]:
         yield Heading("Settings")
-        yield Table((), settings)
+        yield Table((), shown)
 
 
 def _setting(value: object) -> Cell:
@@ -272,10 +313,11 @@ def _setting(value: object) -> Cell:
 def _runs(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
     """Yield the columns of a table of all runs, scheduled ones included: owner, times, and what each added."""
     runs = facts.runs
-    yield "epoch", [_linked(format_count(each.epoch), each.link) for each in runs]
-    yield "owner", [each.owner for each in runs]
+    yield "owner", [_linked(format_count(each.term), each.link) for each in runs]
+    yield "run", [each.owner for each in runs]
     yield "began", [_time(each.began_at) for each in runs]
-    yield "last entry", [_time(each.last_heard_at) for each in runs]
+    yield "last entry", [_time(each.last_entry_at) for each in runs]
+    yield "elapsed", [format_span(each.elapsed_seconds) for each in runs]
     if any(each.samples_asked for each in runs):
         yield (
             "samples requested",
@@ -289,12 +331,13 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    repeated = plural(cost.wasted_steps, "journaled step", "journaled steps")
-    steps = f"{repeated} repeated" + ("" if cost.wasted_seconds is None else f", about {_span(cost.wasted_seconds)}")
+    repeated = plural(cost.wasted_steps, "step", "steps")
+    steps = f"{repeated} trained again"
+    steps += "" if cost.wasted_seconds is None else f", about {_span(cost.wasted_seconds)}"
     attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.trained_seconds
     rows: list[tuple[str, Cell]] = [
         ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
-        ("wasted", steps if cost.wasted_steps else "no journaled step was repeated"),
+        ("wasted", steps if cost.wasted_steps else "no step was trained again"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:

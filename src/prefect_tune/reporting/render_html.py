@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import assert_never
 
+from prefect_tune.core.texts import visible
 from prefect_tune.reporting.charts.svg import data_uri
 from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 
@@ -23,7 +24,7 @@ p{margin:8px 0}.strong{font-size:17px;font-weight:600}.legend{color:var(--soft);
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13.5px;margin:12px 0}
 th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--line);white-space:nowrap;
 font-variant-numeric:tabular-nums;vertical-align:top}
-th{color:var(--soft);font-weight:600}table.facts td{white-space:normal;overflow-wrap:anywhere}
+th{color:var(--soft);font-weight:600;white-space:normal}table.facts td{white-space:normal;overflow-wrap:anywhere}
 table.facts td:first-child{color:var(--soft);white-space:nowrap}
 code,pre{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}pre{background:var(--wash);padding:12px 14px;
 border-radius:6px;overflow-x:auto}a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
@@ -39,7 +40,7 @@ def as_html(blocks: Sequence[Block]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>\n"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
     return head + "\n".join(each for block in blocks for each in _elements(block)) + "\n</main></body></html>\n"
 
@@ -47,17 +48,17 @@ def as_html(blocks: Sequence[Block]) -> str:
 def _elements(block: Block) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
-            yield f"<h{level}>{escape(text)}</h{level}>"
+            yield f"<h{level}>{_text(text)}</h{level}>"
         case Text(parts=parts, strong=strong):
             yield f"<p{_STRONG if strong else ''}>{''.join(map(_cell, parts))}</p>"
         case Figure():
-            yield f'<img src="{data_uri(block.svg)}" alt="{escape(block.shows)}">'
+            yield f'<img src="{data_uri(block.svg)}" alt="{_text(block.shows)}">'
             if block.legend:
-                yield f'<p class="legend">{escape(block.legend)}</p>'
+                yield f'<p class="legend">{_text(block.legend)}</p>'
         case Table():
             yield from _table(block)
         case Code(text=text):
-            yield f"<pre>{escape(text)}</pre>"
+            yield f"<pre>{_text(text)}</pre>"
         case never:
             assert_never(never)
 
@@ -65,7 +66,7 @@ def _elements(block: Block) -> Iterator[str]:
 def _table(table: Table) -> Iterator[str]:
     yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
     if table.head:
-        yield f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in table.head)}</tr>"
+        yield f"<tr>{''.join(f'<th>{_text(name)}</th>' for name in table.head)}</tr>"
     for row in table.rows:
         yield f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>"
     yield "</table></div>"
@@ -74,8 +75,12 @@ def _table(table: Table) -> Iterator[str]:
 def _cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            return f'<a href="{escape(address)}">{escape(text)}</a>'
+            return f'<a href="{_text(address)}">{_text(text)}</a>'
         case Verbatim(text=text):
-            return f"<code>{escape(text)}</code>"
+            return f"<code>{_text(text)}</code>"
         case str():
-            return escape(cell)
+            return _text(cell)
+
+
+def _text(text: str) -> str:
+    return escape(visible(text))

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
+from prefect_tune.core.texts import visible, visible_line
 from prefect_tune.reporting.charts.svg import data_uri
 from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _SHORT = 16
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
@@ -35,7 +35,7 @@ def _lines(block: Block, *, has_pictures: bool) -> Iterator[str]:
             yield from _table(block)
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            yield from (f"{fence}{language}", text, fence)
+            yield from (f"{fence}{language}", visible(text), fence)
         case never:
             assert_never(never)
     yield ""
@@ -60,7 +60,8 @@ def _unbroken(cell: str) -> str:
 def _cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            return f"[{escaped(text)}]({address.replace('(', '%28').replace(')', '%29').replace(' ', '%20')})"
+            quoted = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
+            return f"[{escaped(text)}]({quoted})"
         case Verbatim(text=text):
             return _verbatim(text)
         case str():
@@ -68,10 +69,10 @@ def _cell(cell: Cell) -> str:
 
 
 def _verbatim(text: str) -> str:
-    line = _CONTROL.sub(" ", text)
+    line = visible_line(text)
     return escaped(line) if "`" in line or "|" in line else f"`{line}`"
 
 
 def escaped(text: str) -> str:
     """Return `text` on one line, with markup characters escaped by a backslash."""
-    return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text))
+    return _MARKUP.sub(r"\\\1", visible_line(text))

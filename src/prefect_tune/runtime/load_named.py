@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from prefect_tune.core.checkpoints.cadence import Cadence
@@ -44,6 +46,33 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         except AttributeError as error:
             raise InvalidInput(f"{parameter} {name!r}: {_lacks(found, part)}") from error
     return found
+
+
+def import_path_of(thing: object) -> str | None:
+    """Return the `package.module:Name` by which a new process imports this class or function; None if there is none.
+
+    It has none if `__main__`, a notebook's cell or the body of a function defines it, if it is a lambda, if its name
+    leads to another object, or if its module would be imported from another file.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or module not in sys.modules:
+        return None
+    try:
+        is_found = attrgetter(name)(sys.modules[module]) is thing
+    except AttributeError:
+        return None
+    return f"{module}:{name}" if is_found and _is_importable(module) else None
+
+
+def _is_importable(module: str) -> bool:
+    """Whether an import that does not use `sys.modules` finds the same file."""
+    package = module.rpartition(".")[0]
+    if package and not (hasattr(sys.modules.get(package), "__path__") and _is_importable(package)):
+        return False
+    path = sys.modules[package].__path__ if package else None
+    specs = (finder.find_spec(module, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    known, found = sys.modules[module].__spec__, next((each for each in specs if each is not None), None)
+    return known is not None and found is not None and known.origin == found.origin
 
 
 def load_trainable(name: str) -> object:

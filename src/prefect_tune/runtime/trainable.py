@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.function_calls import other_signature
 from prefect_tune.core.messages.process_messages import Question, TrialEnded
 from prefect_tune.runtime.ranks import started_by
 
@@ -61,15 +63,29 @@ class Trainable:
         """
 
 
+CALLED_WITH = {
+    "__init__": 1,
+    "setup": 2,
+    "step": 1,
+    "save_checkpoint": 2,
+    "load_checkpoint": 2,
+    "reset_config": 2,
+    "cleanup": 1,
+}
+"""With how many arguments, `self` among them, a trial calls each method of a trainable class."""
+
+
 def require_trainable(found: object, given: object) -> object:
     """Return `found`, checked to be a function or a trainable class; `given` is how it was passed.
 
     Raises:
-        InvalidInput: it is neither a function nor a subclass of `Trainable` with `step`.
+        InvalidInput: it is neither a function of one argument nor a subclass of `Trainable` with `step`.
     """
     if isinstance(found, type):
         return require_trainable_class(found)
     if callable(found):
+        if parameters := other_signature(found, 1):
+            raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
         return found
     raise InvalidInput(
         f"trainable {given!r}: expected a function of the configuration, a subclass of pt.Trainable, or the "
@@ -81,7 +97,8 @@ def require_trainable_class(kind: type) -> type[Trainable]:
     """Return `kind`, checked to be a trainable class.
 
     Raises:
-        InvalidInput: it is not a subclass of `Trainable`, or does not override `step`.
+        InvalidInput: it is not a subclass of `Trainable`, does not override `step`, or has a method that does not take
+            the arguments with which it is called.
     """
     if not issubclass(kind, Trainable):
         raise InvalidInput(
@@ -90,6 +107,12 @@ def require_trainable_class(kind: type) -> type[Trainable]:
         )
     if kind.step is Trainable.step:
         raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; write one that trains and returns metrics")
+    methods = {name: inspect.getattr_static(kind, name) for name in CALLED_WITH}
+    for name, method in methods.items():
+        count = CALLED_WITH[name]
+        if inspect.isfunction(method) and (found := other_signature(method, count)):
+            taken = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
+            raise InvalidInput(f"trainable {kind.__name__}: expected {name}({taken}), found {found}")
     return kind
 
 

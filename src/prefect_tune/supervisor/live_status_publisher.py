@@ -55,7 +55,7 @@ class LiveStatusPublisher:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the thread, unless it runs already: an attempt has begun."""
+        """Start the thread, unless it runs already: an attempt has begun, or its search."""
         if self._thread is None and self._period is not None and not self._closed.is_set():
             loop = (self._run, self._period)
             self._thread = threading.Thread(target=copy_context().run, args=loop, name="live-status", daemon=True)

@@ -73,7 +73,7 @@ class AttemptRequest:
     """The request for one attempt of a trial."""
 
     search_epoch: int = 0
-    """The epoch in which the requesting run owns the experiment."""
+    """The term in which the requesting run owns the experiment."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
     attempt: int = 0

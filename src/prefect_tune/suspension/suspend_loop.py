@@ -21,6 +21,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpo
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
 from prefect_tune.core.journal_events.question_fields import answer_to
+from prefect_tune.core.texts import visible
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.suspension import is_suspended
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
@@ -40,7 +41,6 @@ from prefect_tune.suspension.suspend_flow_run import (
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
-from prefect_tune.terminal.formatting import visible
 
 STOPPED_HERE = "stopped, as chosen on Resume"
 _PATIENCE = timedelta(days=30)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal_events.experiment_events import Questioned
 from prefect_tune.core.journal_events.question_fields import Scalar, answer_to, default_of
-from prefect_tune.terminal.formatting import visible
+from prefect_tune.core.texts import visible
 
 _YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false", "0"})
 

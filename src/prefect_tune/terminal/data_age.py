@@ -10,9 +10,9 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.terminal.formatting import format_duration, parse_time
 
-_MISSED = 3
-_SLACK = timedelta(seconds=5)
-"""A live status is stale once this many updates are missing, and this time has passed beyond that."""
+_MISSED = 2
+_SLACK = timedelta(seconds=1)
+"""A live status is stale once this many updates are missing, and this time for the last one has passed."""
 _SAME_DAY = timedelta(hours=12)
 
 
@@ -30,7 +30,7 @@ class Freshness:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a running experiment has missed several updates: its process has probably ended."""
+        """Whether the next two updates of a running experiment are missing: its process has probably ended."""
         return self.is_running and self.period is not None and self.age > self.period * _MISSED + _SLACK
 
     def fields(self) -> Mapping[str, object]:

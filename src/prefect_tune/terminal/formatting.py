@@ -14,24 +14,13 @@ from rich.text import Text
 
 from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.texts import visible
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, bidirectional marks, line separators, and surrogates, which cannot be encoded."""
 _LEAST_RANGE = 4
 """The shortest run of steps that is written as a range."""
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
 _NAMED = 3
 _PACKAGE = "prefect_tune"
-
-
-def visible(text: str) -> str:
-    """Return `text` with control characters escaped, so that text from a target cannot control the terminal."""
-    return _CONTROL.sub(_spelled, text)
-
-
-def _spelled(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def print_parts(*parts: Table | str) -> None:

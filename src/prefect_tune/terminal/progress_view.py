@@ -10,7 +10,8 @@ from rich.text import Text
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import first_line, metric_in
-from prefect_tune.terminal.formatting import format_counts, format_duration, format_value, visible
+from prefect_tune.core.texts import visible
+from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.trials_table import config_cells, trials_table
 

@@ -12,7 +12,8 @@ from rich.text import Text
 from prefect_tune.core.experiment.trial_status import status_label
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import flat, metric_in
-from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells, visible
+from prefect_tune.core.texts import visible
+from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells
 
 _GAP = 2
 _WIDEST_CELL = 24

@@ -53,7 +53,9 @@ class Decisions:
         """Decide a milestone that was reported before the crash, without training it again."""
         trial = self._pending_entry.state.trial(name)
         milestone = self._policy.milestone(trial)
-        if trial.phase is not Phase.PENDING or milestone is None or trial.step < milestone or not is_saved(trial):
+        if milestone is None or trial.step < milestone or trial.exploits is not None:
+            return  # it has not reached it, or its weights are about to be replaced
+        if trial.phase is not Phase.PENDING or not is_saved(trial):
             return
         try:
             answer = self._answer_to(name, self._decided(name, last_report(trial)))

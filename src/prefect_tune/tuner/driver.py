@@ -218,7 +218,7 @@ class Driver:
         if not trial.step:
             return  # it has not asked yet; step 0 is the key of unasked answers
         milestone = self._policy.milestone(trial)
-        if milestone is not None and trial.step >= milestone:
+        if milestone is not None and trial.step >= milestone and trial.exploits is None:
             self._reported(StepReported(name, last_report(trial), asks=True))
         else:
             self._decisions.carry_out(name, trial.exploits or Continue(), trial.step)

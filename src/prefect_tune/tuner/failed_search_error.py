@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import leaves, plural
 from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results.results import Results
-from prefect_tune.terminal.formatting import errors_by_cause, visible
+from prefect_tune.terminal.formatting import errors_by_cause
 from prefect_tune.tuner.metric_check import MetricCheck, never_last
 
 _CAUSES = 3
@@ -63,7 +63,7 @@ def _all_errored(results: Results, skipped: int) -> str:
         if skipped
         else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
     )
-    failed = f"experiment {name!r}: {visible(errored)}. {retried}; {KEEPS_CONFIGURATIONS}"
+    failed = f"experiment {name!r}: {errored}. {retried}; {KEEPS_CONFIGURATIONS}"
     if "Traceback (most recent call last)" not in first.reason:  # its process has died
         return failed
     return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"

@@ -25,7 +25,6 @@ from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
-from prefect_tune.terminal.formatting import visible
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stopping.stop_handling import Stopping
 
@@ -84,7 +83,7 @@ class FailureHandler:
             self._stopping.ends = True
             return
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
-            name, why = f"trial {trial.trial}: " if trial.apart else "", visible(first_line(trial.reason))
+            name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stopping.ends else "it is retried"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, why)
         self.retry_or_give_up(trial.trial, cause)
@@ -97,7 +96,7 @@ class FailureHandler:
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
                 name = f"trial {trial}: " if state.apart else ""
-                self._log.error("%sa checkpoint is quarantined: %s", name, visible(first_line(reason)))
+                self._log.error("%sa checkpoint is quarantined: %s", name, first_line(reason))
                 aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.put_aside[trial] = (aside,)
                 self._startable.append(trial)

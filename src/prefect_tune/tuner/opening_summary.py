@@ -9,10 +9,11 @@ from prefect_tune.core.experiment.summary import best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.terminal.formatting import format_counts, format_value, visible
+from prefect_tune.terminal.formatting import format_counts, format_value
 
 _LONGEST = 400
 

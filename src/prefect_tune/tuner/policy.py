@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallie
 from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events.experiment_events import Lesson
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
+from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 
 ONLY_TRIAL = "trial"
@@ -58,6 +58,7 @@ class SearchPolicy:
         self._proposed = 0
         self._suggested: int | None = None  # the search itself proposed it: no `recall` needed
         self._paused: set[str] = set()
+        self._decided: dict[str, int] = {}  # the step of each trial's last decision, in the history of its weights
 
     @property
     def proposed(self) -> int:
@@ -114,6 +115,8 @@ class SearchPolicy:
         """
         self._proposals.reported(number_of(trial.trial), report)
         decision = self._schedule.decide(TrialReport(trial.trial, report))
+        took_over = decision.source if isinstance(decision, Exploit) else None
+        self._decided[trial.trial] = report.step if took_over is None else self._decided.get(took_over, 0)
         (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.trial)
         return decision
 
@@ -132,8 +135,7 @@ class SearchPolicy:
         standing = standing_decision(trial)
         if standing is not None and standing.report is not None:
             return standing.report.step
-        asked = [each.report.step for each in trial.past if each.what == "decided" and each.report is not None]
-        return self._schedule.milestone(trial.trial, asked[-1] if asked else 0)
+        return self._schedule.milestone(trial.trial, self._decided.get(trial.trial, 0))
 
     def resume_next(self) -> str | None:
         """Return the paused trial that gets the next free slot; None if there is none."""

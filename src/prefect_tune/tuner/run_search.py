@@ -46,6 +46,7 @@ from prefect_tune.parameters.checks.search_limits import (
     require_possible,
     warn_of_constants,
     warn_of_limits,
+    warn_of_mode,
 )
 from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
@@ -69,6 +70,7 @@ from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.time_left import SearchEstimate, promotions_of, resumes_paused
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.exploration_check import ExplorationCheck
 from prefect_tune.tuner.failed_search_error import failure_of
 from prefect_tune.tuner.metric_check import MetricCheck
 from prefect_tune.tuner.opening_summary import log_finished, log_opening, warn_of_takeover
@@ -85,6 +87,8 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
     metric_check = MetricCheck(plan.objective, get_run_logger())
+    if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
+        warn_of_mode(plan, get_run_logger())
     with quiet_inner_tasks():
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:
@@ -128,7 +132,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                 StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
-                observers = ObserverGroup([metric_check, listener])
+                observers = ObserverGroup([metric_check, ExplorationCheck(objective, log), listener])
                 driver = Driver(
                     *(spec, limits, asks, executor, journal_writer),
                     log=log,

@@ -20,6 +20,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventContext
@@ -46,7 +47,6 @@ from prefect_tune.suspension.training_answers import QUESTION, code_changed, fol
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
-from prefect_tune.terminal.formatting import visible
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
@@ -77,7 +77,7 @@ def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> 
         turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
-        return TrialFailed(f"{state.name}: {visible(first_line(trial.reason))}")
+        return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     _say_what_is_not_saved(trial)
     return spec, trial
 

@@ -80,9 +80,10 @@ class TrialJournalMerger:
         written, entry = self._journal_writer.experiment, self._beyond(self._journal_writer.experiment.number)
         while entry is not None:
             if entry.epoch != written.epoch:
-                by = next((f" by {each.owner}" for each in entry.events if isinstance(each, Opened)), "")
+                owner = next((f", {each.owner}," for each in entry.events if isinstance(each, Opened)), "")
                 raise Superseded(
-                    f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over{by}"
+                    f"{written.key}: this process is owner {written.epoch}, and owner {entry.epoch}{owner} took over "
+                    f"in entry {entry.number}"
                 )
             entry = self._beyond(entry.number)  # an external writer's entry
 

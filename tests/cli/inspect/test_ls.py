@@ -72,7 +72,7 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
 
 def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:
     done = run("show", moods, "moods", "--trial", "9")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4 (00000 to 00003)\n"
 
 
@@ -122,7 +122,7 @@ def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods
     assert "## Best: trial 00003" in page
     assert page.partition("## Trials")[2].count("| completed |") == 2
     assert page.partition("## Errors (2)")[2].count("ValueError: in a mood (moody.py:") == 1, "said once of both"
-    assert "fails" in page.partition("## Settings")[2]
+    assert "| fails | grid\\_search(" in page.partition("## Space")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page
 
@@ -142,7 +142,7 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
 
 def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:
     done = run("report", moods, "moods", "--output", tmp_path / "no" / "page.md")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err == f"prefect-tune: {tmp_path / 'no' / 'page.md'}: No such file or directory\n"
 
 

@@ -39,7 +39,7 @@ def test_a_folder_that_does_not_exist_is_named_with_a_similar_one_and_not_create
     verb, *experiment = command
     misspelt, other = tmp_path / "rnus", tmp_path / "zz"
     done = run(verb, misspelt, *experiment)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err == f"prefect-tune: {misspelt}: there is no such folder; did you mean 'runs'?\n"
     assert run(verb, other, *experiment).err == f"prefect-tune: {other}: there is no such folder; {tmp_path} has runs\n"
     assert run(verb, other / "b", *experiment).err.endswith(f"; {other} cannot be read either\n")

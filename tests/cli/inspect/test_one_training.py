@@ -64,9 +64,11 @@ def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     assert shown["step"] == 6
     assert shown["checkpoints"] == [2, 4, 6]
     assert shown["config"] == {"rate": 0.5}
-    assert shown["owner"] == "a test (pid 1 on here)"
+    assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
     lines = run("show", target, "digits").out.splitlines()
     assert any(line.split() == ["reason", "had", "enough"] for line in lines)
+    assert any(line.split()[:4] == ["owner", "1:", "a", "test"] for line in lines)
+    assert "epoch" not in "".join(lines)
     assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
 
 
@@ -122,27 +124,27 @@ def test_export_leaves_a_directory_that_is_in_use_alone(run: Run, target: Path, 
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "mine").touch()
     done = run("export", target, "digits", tmp_path / "plain")
-    assert done.code == 1
+    assert done.code == 2
     assert str(tmp_path / "plain") in done.err
     assert list(files_in(tmp_path / "plain")) == ["mine"]
 
 
 def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run, target: Path, tmp_path: Path) -> None:
     done = run("export", target, "digits", "--step", 3, tmp_path / "plain")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; there are: 2, 4, 6\n"
 
 
 @pytest.mark.parametrize("command", ["checkpoints", "show", "verify"])
-def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_1(run: Run, target: Path, command: str) -> None:
+def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_2(run: Run, target: Path, command: str) -> None:
     done = run(command, target, "digit")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
 
 
 def test_looking_at_a_folder_that_is_not_there_does_not_make_it(run: Run, tmp_path: Path) -> None:
     done = run("show", tmp_path / "tagret", "digits")
-    assert done.code == 1
+    assert done.code == 2
     assert done.err.count("\n") == 1
     assert not (tmp_path / "tagret").exists()
 

@@ -68,7 +68,7 @@ def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     for options in ([], ["--fork", "copy"]):
         done = run("resume", target, "own", *options)
-        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert done.err.startswith(
             f"prefect-tune: experiment 'own' at {target.as_uri()} belongs to a flow of your own, not to a search: "
             "run that flow again with the same target and experiment, or, if it is of a deployment, Retry its last "

@@ -49,12 +49,12 @@ def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Pa
 )
 def test_what_is_not_there_cannot_be_stopped(arguments: list[str], said: str, moods: Path, run: Run) -> None:
     done = run("stop", moods, *arguments)
-    assert done.code == 1
+    assert done.code == 2
     assert said in done.err
 
 
 def test_the_training_of_one_trial_is_told_how_it_is_stopped(target: Path, run: Run) -> None:
     done = run("stop", target, "digits")
-    assert done.code == 1
+    assert done.code == 2
     assert "is not a search: cancel its flow run" in done.err
     assert not (target / "digits" / "requests").exists()

@@ -53,7 +53,7 @@ def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no
     rows = json.loads(run("checkpoints", own_moods, "moods", "--trial", "00001", "--json").out)
     assert [(row["step"], row["standing"]) for row in rows] == [(3, "live")]
     assert run("verify", own_moods, "moods").code == 0
-    assert run("export", own_moods, "moods", own_moods / "out", "--trial", "00001", "--step", 2).code == 1
+    assert run("export", own_moods, "moods", own_moods / "out", "--trial", "00001", "--step", 2).code == 2
     newest = pt.load_results(str(own_moods), "moods").checkpoint("00001")
     assert files_in(Path(newest.to_directory(own_moods / "newest"))) == {"count": b"3"}
 

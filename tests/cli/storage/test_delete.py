@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,6 +29,10 @@ OWNER = Owner(name="lively lynx", host="node-7", pid=4242)
 PERIOD_SECONDS = 5.0
 
 
+def train(_config: object) -> None:
+    pt.report({"loss": 1.0})
+
+
 class _Terminal(io.StringIO):
     """A terminal on which a person has typed an answer."""
 
@@ -35,16 +40,16 @@ class _Terminal(io.StringIO):
         return True
 
 
-def running(root: Path, name: str, *, updated: timedelta | None) -> None:
-    """Write an experiment whose one trial runs, with a live status of that age; None for none."""
+def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = True) -> None:
+    """Write an experiment whose one trial runs or waits, with a live status of that age; None for none."""
     root.mkdir(exist_ok=True)
     store = PosixStore(root)
     state = take_over(store, name, OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map)
-    events = [TrialAdded(trial="trial", config={}), Started(trial="trial", attempt=1, from_step=0)]
+    events = [TrialAdded(trial="trial", config={}), *[Started(trial="trial", attempt=1, from_step=0)] * runs]
     state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
     if updated is not None:
         at = (datetime.now(UTC) - updated).isoformat()
-        trials = (RunningTrial(trial="trial", attempt=1),)
+        trials = (RunningTrial(trial="trial", attempt=1),) * runs
         live = LiveStatus(epoch=state.epoch, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
         write_live_status(store, JournalKey(experiment=name), live)
 
@@ -92,7 +97,7 @@ def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Pa
     running(tmp_path / "target", "runs", updated=timedelta(0))
     before = files_in(tmp_path / "target")
     done = run("delete", tmp_path / "target", "runs", "--yes")
-    assert done.code == 1
+    assert done.code == 2
     assert "lively lynx (pid 4242 on node-7): 1 trial runs by its journal" in done.err
     assert "End that run first (cancel its flow run)" in done.err
     assert files_in(tmp_path / "target") == before
@@ -102,8 +107,44 @@ def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Pa
     assert not (tmp_path / "target" / "runs").exists()
 
 
-def test_what_a_killed_run_has_left_is_deleted(tmp_path: Path) -> None:
-    running(tmp_path / "target", "killed", updated=timedelta(minutes=9))
+def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_path: Path, run: Run) -> None:
+    running(tmp_path / "target", "between", updated=timedelta(0), runs=False)
+    before = files_in(tmp_path / "target")
+    done = run("delete", tmp_path / "target", "between", "--yes")
+    assert "a run may own it, lively lynx (pid 4242 on node-7): 0 trials run by its journal" in done.err
+    assert files_in(tmp_path / "target") == before
+    assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
+    running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now
+    take_over(PosixStore(tmp_path / "target"), "later", OWNER, Stamp(write_id="3", at="2026-11-21"), side_by_side=map)
+    assert run("delete", tmp_path / "target", "later", "--yes").code == 0
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_is_refused_while_it_trains_and_before_and_deleted_when_it_has_ended(tmp_path: Path) -> None:
+    refused: list[str] = []
+    target = str(tmp_path / "target")
+
+    def proposes(config: object) -> object:
+        """Wait, while the first trial is proposed, until a deletion would be refused."""
+        until = time.monotonic() + 300
+        while Path(target, "e", "journal").exists() and not refused and time.monotonic() < until:
+            if list(Path(target, "e").glob("live/*")):
+                with pytest.raises(pt.InvalidInput, match="0 trials run by its journal") as error:
+                    pt.delete_experiment("e", target=target)
+                refused.append(str(error.value))
+            time.sleep(0.1)
+        return config is None
+
+    space = {"x": pt.sample_from(proposes)}
+    rarely = pt.SyncConfig(live_period_seconds=600)  # not stale before half an hour, however slow the machine
+    pt.tune(train, space, target=target, experiment="e", num_samples=1, isolation="thread", sync=rarely)
+    assert len(refused) == 1
+    assert pt.delete_experiment("e", target=target) > 0
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_what_a_killed_run_has_left_is_deleted(tmp_path: Path, runs: bool) -> None:
+    running(tmp_path / "target", "killed", updated=timedelta(minutes=9), runs=runs)
     assert pt.delete_experiment("killed", target=str(tmp_path / "target")) > 0
     assert not (tmp_path / "target" / "killed").exists()
 
@@ -123,7 +164,7 @@ def test_what_a_fork_needs_is_refused_until_the_fork_is_deleted(tmp_path: Path, 
         old.step("b")
     before = files_in(tmp_path / "target")
     done = run("delete", tmp_path / "target", "old", "--yes", "--even-if-running")
-    assert done.code == 1
+    assert done.code == 2
     assert "holds the bytes of 4 checkpoints of 'new': delete these first, or keep it" in done.err
     assert files_in(tmp_path / "target") == before
     for name in ("new", "old"):
@@ -150,7 +191,7 @@ def test_a_folder_that_is_no_experiment_stays(target: Path, run: Run) -> None:
     (target / "images").mkdir()
     (target / "images" / "cat.png").write_bytes(b"a cat")
     done = run("delete", target, "images", "--yes")
-    assert (done.code, "there is no experiment 'images'" in done.err) == (1, True)
+    assert (done.code, "there is no experiment 'images'" in done.err) == (2, True)
     assert (target / "images" / "cat.png").read_bytes() == b"a cat"
 
 

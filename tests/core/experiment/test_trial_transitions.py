@@ -246,6 +246,13 @@ def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine:
     assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
 
 
+def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, message="its owner vanished"), 9)
+    assert ended.reason == "its owner vanished"
+    again = Started(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
+    assert after(ended, again, 9).reason == ""
+
+
 def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happens() -> None:
     trial = of(PENDING)
     for count in (1, 2, 3):

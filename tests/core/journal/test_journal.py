@@ -143,18 +143,20 @@ def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
     mine = running(store)
     theirs = take_over(store, YOU, "yours")
 
-    with pytest.raises(Superseded, match=r"epoch 1 has ended.*by you \(pid 2 on there, flow run brave-otter\)"):
+    with pytest.raises(
+        Superseded, match=r"owner 1, and owner 2, you \(pid 2 on there, flow run brave-otter\), took over"
+    ):
         journal.append(store, mine, [report(1)], stamp("c"))
 
     assert (theirs.epoch, theirs.owner) == (2, YOU)
     assert load(store) == theirs
 
 
-def test_who_lost_to_an_entry_that_opens_nothing_learns_the_epoch() -> None:
+def test_who_lost_to_an_entry_that_opens_nothing_learns_the_number_of_the_owner() -> None:
     store = MemoryStore()
     mine = running(store)
     journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
-    with pytest.raises(Superseded, match="by epoch 1"):
+    with pytest.raises(Superseded, match="another process wrote as owner 1"):
         journal.append(store, mine, [report(1)], stamp("c"))
 
 
@@ -173,7 +175,7 @@ def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
     assert [entry.number for entry in journal.history(store, key, side_by_side=map)] == [1, 2]
     assert load(store) == experiment
     journal.take_over(store, key, ME, stamp("later"), side_by_side=map)
-    with pytest.raises(Superseded, match=r"trial 't' of experiment 'e': epoch 1 has ended"):
+    with pytest.raises(Superseded, match=r"trial 't' of experiment 'e': this process is owner 1"):
         journal.append(store, own, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
 
 
@@ -377,7 +379,7 @@ def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
 def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() -> None:
     store = MemoryStore()
     events: list[Event] = [report(1), Opened(experiment="e", epoch=2, owner=YOU)]
-    with pytest.raises(JournalCorrupt, match="expected number, predecessor and epoch"):
+    with pytest.raises(JournalCorrupt, match="expected number, predecessor and term"):
         journal.append(store, running(store), events, stamp("c"))
 
 

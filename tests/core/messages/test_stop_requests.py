@@ -86,7 +86,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     assert later.ends == ""
     stale = after_request(later, request("late", epoch=1))
     assert (stale.ends, stale.heard) == ("", ("w", "late"))
-    assert "for the owner of epoch 1, and the epoch is 2 now" in stop_event(later, request("late", epoch=1)).refused
+    assert "for owner 1, and owner 2 has taken over" in stop_event(later, request("late", epoch=1)).refused
 
 
 @pytest.mark.parametrize(

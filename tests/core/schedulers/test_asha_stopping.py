@@ -32,10 +32,10 @@ def test_trials_are_asked_at_the_grace_period_times_powers_of_the_factor_and_at_
     assert milestones(asked, "a") == [2, 6, 18, 54, 100]
 
 
-def test_a_factor_that_is_no_whole_number_gives_whole_steps() -> None:
+def test_a_factor_that_is_no_whole_number_gives_steps_that_are_rounded_up() -> None:
     asked = Asked(ASHA(max_t=20, reduction_factor=2.5))
     asked.add("a")
-    assert milestones(asked, "a") == [1, 2, 6, 15, 20]
+    assert milestones(asked, "a") == [1, 3, 7, 16, 20]
 
 
 def test_the_first_at_a_rung_goes_on_a_worse_one_stops_and_an_equal_one_goes_on() -> None:

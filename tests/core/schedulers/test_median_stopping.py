@@ -24,10 +24,10 @@ def three_others(rule: MedianStopping, steps: int = 4) -> Asked:
     return asked
 
 
-def test_a_trial_is_asked_every_interval_from_the_grace_period_on() -> None:
+def test_a_trial_is_asked_every_interval_and_at_the_end_of_the_grace_period() -> None:
     asked = Asked(MedianStopping(grace_period=5, interval=3))
     asked.add("a")
-    assert [asked.schedule.milestone("a", step) for step in (0, 4, 5, 7, 8)] == [5, 5, 8, 8, 11]
+    assert [asked.schedule.milestone("a", step) for step in (0, 2, 4, 5, 7, 8)] == [2, 5, 5, 8, 8, 11]
 
 
 def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
@@ -71,10 +71,16 @@ def test_it_is_the_average_up_to_the_same_step_that_counts_whatever_came_later()
     assert asked.says("x", 1, 0.2) == "continue"
 
 
-def test_what_was_shown_in_the_grace_period_does_not_count() -> None:
-    asked = three_others(MedianStopping(grace_period=3))
-    assert asked.says("x", 2, 0.0) == "continue"
-    assert asked.says("x", 3, 0.21) == "stop"
+def test_in_the_grace_period_a_trials_best_counts_and_its_average_does_not() -> None:
+    for best, said in ((0.2, "continue"), (0.25, "stop")):
+        asked = three_others(MedianStopping(grace_period=3))
+        assert asked.says("x", 2, best) == "continue"
+        assert asked.says("x", 3, 0.3) == said
+    asked = Asked(MedianStopping(grace_period=3, min_samples_required=1))
+    asked.add("a", "x")
+    for step, loss in ((1, 9.0), (2, 9.0), (3, 0.5)):
+        asked.says("a", step, loss)
+    assert asked.says("x", 3, 0.6) == "stop"
 
 
 def test_with_too_few_to_be_compared_with_a_trial_goes_on() -> None:
@@ -154,7 +160,7 @@ def test_who_stops_is_whom_the_rule_of_the_paper_stops(
             if other != trial and counted and max(reports) >= step:
                 averages.append(mean(counted))
         if len(averages) >= samples and step >= grace:
-            best = min(value for at, value in seen[trial].items() if at >= grace)
+            best = min(seen[trial].values())
             if abs(best - median(averages)) > 1e-9:
                 assert said == ("stop" if best > median(averages) else "continue")
         else:

@@ -40,11 +40,40 @@ def is_perturbed(value: float, of: float) -> bool:
     return pytest.approx(value) in [0.8 * of, 1.2 * of]
 
 
-def test_a_trial_is_asked_every_interval_from_the_burn_in_period_on() -> None:
-    asked = population(perturbation_interval=4, burn_in_period=10)
-    assert [asked.schedule.milestone("a", step) for step in (0, 11, 12, 13)] == [12, 12, 16, 16]
-    assert [population().schedule.milestone("a", step) for step in (0, 4, 5, 7)] == [5, 5, 10, 10]
-    assert population(perturbation_interval=4, burn_in_period=8).schedule.milestone("a", 0) == 8
+@pytest.mark.parametrize(
+    ("interval", "burn_in", "asked_at"), [(3, 4, [4, 7, 10]), (4, 10, [10, 14, 18]), (5, 0, [5, 10, 15])]
+)
+def test_a_trial_is_asked_an_interval_after_its_last_comparison_and_not_before_the_burn_in_period(
+    interval: int, burn_in: int, asked_at: list[int]
+) -> None:
+    asked = population(perturbation_interval=interval, burn_in_period=burn_in)
+    steps = [0]
+    for _ in asked_at:
+        steps.append(asked.schedule.milestone("a", steps[-1]) or 0)
+        asked.says("a", steps[-1], 0.5)
+    assert steps[1:] == asked_at
+    assert asked.schedule.milestone("a", asked_at[-1] + 9) == asked_at[-1] + 10
+    late = population()
+    late.says("a", 7, 0.5)  # it could not report at step 5
+    assert late.schedule.milestone("a", 7) == 12
+
+
+def test_a_trial_that_continues_after_its_end_is_asked_an_interval_after_its_last_comparison() -> None:
+    asked = population()
+    asked.says("a", 5, 0.5)
+    asked.end("a")
+    asked.add("a", config={"lr": 0.1})
+    assert asked.schedule.milestone("a", 5) == 10
+
+
+def test_who_has_exploited_stays_among_the_worst_until_its_new_weights_are_evaluated() -> None:
+    asked = population()
+    report_and_go_on(asked, 5, {"a": 0.3, "b": 0.1, "c": 0.2})
+    assert asked.says("d", 5, 0.4) == "exploit"
+    assert asked.says("a", 10, 0.3) == "pause"  # one of four is among the worst, and that is still "d"
+    asked.resume_all()
+    asked.says("d", 10, 0.1)
+    assert asked.says("a", 15, 0.3) == "exploit"
 
 
 def test_checkpoints_are_committed_before_it_is_asked_since_others_may_go_on_from_them() -> None:

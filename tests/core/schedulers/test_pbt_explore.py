@@ -46,6 +46,28 @@ def test_a_whole_number_stays_one_and_moves_by_a_step_at_least() -> None:
     assert all(type(each) is int for each in values(pt.randint(1, 100), 10))
 
 
+@pytest.mark.parametrize(
+    ("domain", "value", "expected"),
+    [
+        (pt.uniform(8, 256), 32, {26, 38}),
+        (pt.loguniform(0.5, 8.7), 8, {6, 8}),
+        (pt.uniform(0.5, 8.7), 1, {1, 2}),
+        (pt.quniform(0, 64, 8), 32, {24, 40}),
+        (pt.quniform(0, 9, 0.5), 2, {1, 3}),
+        (pt.randn(0, 9), 10, {8, 12}),
+        (pt.uniform(0.2, 0.9), 1, {0.8, 0.9}),  # it has no whole number
+    ],
+)
+def test_a_whole_number_stays_one_in_a_domain_of_real_numbers_that_has_any(
+    domain: object, value: int, expected: set[float]
+) -> None:
+    found = values(domain, value)
+    assert set(found) == expected
+    assert {type(each) for each in found} == {float if expected == {0.8, 0.9} else int}
+    assert all(type(each) is int for each in values(pt.uniform(8, 256), 32, again=1.0))
+    assert set(values(pt.uniform(8, 256), 32.0)) == {32.0 * 1.2, 32.0 * 0.8}
+
+
 def test_a_number_with_a_step_stays_a_multiple_and_moves_by_a_step_at_least() -> None:
     assert set(values(pt.quniform(0, 1, 0.25), 0.5)) == {0.25, 0.75}
     assert set(values(pt.qrandn(0, 1, 0.5), 0.5)) == {0.0, 1.0}

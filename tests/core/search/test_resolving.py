@@ -28,7 +28,7 @@ from prefect_tune.core.search.domains import (
     sample_from,
     uniform,
 )
-from prefect_tune.core.search.space import Draw, resolve, valid_space
+from prefect_tune.core.search.space import Draw, require_drawable, resolve, valid_space
 from tests.fakes.searches.spaces import QUANTILES, spaces
 
 
@@ -94,6 +94,8 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: choice([{"a": grid_search([1])}]), "expected options without grid_search"),
         (lambda: choice([[choice([1])], [[grid_search([1])]]]), "expected options without grid_search"),
         (lambda: sample_from("lambda: 3"), "sample_from: expected a function of the configuration, found 'lambda: 3'"),
+        (lambda: sample_from(lambda: 3), r"sample_from: expected a function of one argument, .* found .*<lambda>\(\)"),
+        (lambda: sample_from(lambda _a, _b: 3), r"found .*<lambda>\(_a, _b\)"),
         (lambda: valid_space([1]), "space: expected an object of parameters"),
         (lambda: valid_space(uniform(0, 1)), "space: expected an object of parameters"),
         (lambda: valid_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
@@ -253,10 +255,47 @@ def test_a_function_that_cannot_be_answered_says_which_and_why(space: dict[str, 
         resolved(space)
 
 
-def test_an_error_of_the_function_says_whose_it_is() -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
+def test_an_error_of_the_function_says_whose_it_is_and_where() -> None:
+    said = r"sample_from at a.b: its function raised ZeroDivisionError: .* \(.*test_resolving.py, line \d+\)$"
+    with pytest.raises(InvalidInput, match=said) as raised:
         resolved({"a": {"b": sample_from(lambda _: 1 / 0)}})
-    assert raised.value.__notes__ == ["in the function of sample_from at a.b"]
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"a": sample_from(lambda config: 1 / config["x"]), "x": choice([0])}, "sample_from at a: its function raised"),
+        # Only one option in a thousand has what fails, or lacks what is read.
+        (
+            {"model": choice([*range(999), {"a": sample_from(lambda _: 1 / 0)}])},
+            r"sample_from at model\?999.a: its function raised ZeroDivisionError",
+        ),
+        (
+            {
+                "model": choice([{"depth": 1}, {"width": 2}], weights=[1e9, 1]),
+                "a": sample_from(lambda config: config["model"]["depth"]),
+            },
+            r"sample_from at a: there is no model\?1.depth, only \['width'\]",
+        ),
+        (
+            {"deep": [grid_search([{"er": choice([[sample_from(lambda _: 1 / 0)], 2], weights=[1, 1e9])}])]},
+            r"sample_from at deep\[0\]\?0.er\?0\[0\]: its function raised ZeroDivisionError",
+        ),
+    ],
+)
+def test_each_function_is_tried_once_also_that_of_a_rare_option(space: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        require_drawable(valid_space(space), seed=1)
+
+
+def test_a_function_of_an_option_that_is_never_drawn_is_not_tried_and_others_a_hundred_times_at_most() -> None:
+    calls: list[str] = []
+    never = choice([1, {"a": sample_from(lambda _: 1 / 0)}], weights=[1, 0])
+    many = grid_search([{"x": index} for index in range(1000)])
+    read = sample_from(lambda config: noted(calls, config["never"])(config["many"]["x"]))
+    require_drawable(valid_space({"never": never, "many": many, "read": read}), seed=1)
+    assert len(calls) == 100
 
 
 def test_a_function_that_failed_can_be_asked_again() -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
+    Cloned,
     Committed,
     Event,
     Finished,
@@ -19,6 +20,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited, Message
 from prefect_tune.supervisor.search_link import EntryWritten, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
@@ -50,6 +53,8 @@ class InstantExecutor:
         trial = spec.trial.trial
         self._started(trial)
         self._trials[trial] = simulated = _Attempt(trial, absorbed, self._saved)
+        if request.exploit is not None:
+            self._inbox.append(simulated.exploit(request.exploit, spec.trial.experiment, before=self._steps))
         self._inbox.extend(simulated.begin(attempt))
         self._train(simulated, request.milestone, saves=request.saves_first)
 
@@ -64,6 +69,9 @@ class InstantExecutor:
     def _train(self, simulated: _Attempt, milestone: int | None, *, saves: bool) -> None:
         simulated.saves_first = saves
         end = min(self._steps, milestone or self._steps)
+        if simulated.step >= end and milestone is not None:  # the restored checkpoint is at its milestone
+            self._inbox.append(simulated.ask())
+            return
         self.report_count += end - simulated.step
         self._inbox.extend(simulated.train(end, asks=end == milestone, is_last=end == self._steps))
 
@@ -93,6 +101,20 @@ class _Attempt:
     def begin(self, attempt: int) -> Iterator[Message]:
         start = Started(trial=self.trial, attempt=attempt, from_step=self.step, from_sequence=self.sequence)
         yield self._wrote(Adopted(), start)
+
+    def exploit(self, exploit: Exploit, experiment: str, *, before: int) -> Message:
+        """Continue from the newest checkpoint of the source; from its own if that has none `before` the last step."""
+        known = self.saved.get(exploit.source)
+        source = exploit.source if known is not None and known.step < before else self.trial
+        found = self.saved[source]
+        self.saved[self.trial] = copy = found.model_copy(update={"sequence": self.number})
+        self.step, self.sequence = copy.step, copy.sequence
+        key = TrialKey(experiment=experiment, trial=source).checkpoint_key(found)
+        config, reason = exploit.config, exploit.reason
+        return self._wrote(Cloned(trial=self.trial, checkpoint=copy, source=key, config=config, reason=reason))
+
+    def ask(self) -> Message:
+        return StepReported(self.trial, self._report(), asks=True)
 
     def train(self, end: int, *, asks: bool, is_last: bool) -> Iterator[Message]:
         while self.step < end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +35,7 @@ class Api:
         self.troubles: list[Callable[[], None]] = []
         self.runs: dict[str, FlowRun] = {}
         self.slept: list[float] = []
-        self.client_count = 0
+        self.polled: list[list[UUID]] = []
 
     def run_deployment(self, _name: str, *, idempotency_key: str, **_: Any) -> FlowRun:
         run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a run", state=Scheduled())
@@ -44,7 +45,6 @@ class Api:
         return run
 
     def __enter__(self) -> Self:
-        self.client_count += 1
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -53,6 +53,9 @@ class Api:
         return next(each for each in self.runs.values() if each.id == run)
 
     def read_flow_runs(self, *, flow_run_filter: FlowRunFilter, limit: int) -> list[FlowRun]:
+        if flow_run_filter.id is not None:
+            self.polled.append(list(flow_run_filter.id.any_ or ()))
+            return [each for each in self.runs.values() if each.id in self.polled[-1]][:limit]
         assert flow_run_filter.idempotency_key is not None
         if self.troubles:
             self.troubles.pop(0)()
@@ -87,7 +90,14 @@ def spec(tmp_path: Path) -> TrialSpec:
 
 def begin(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
     deployment = deployment or DeploymentLauncher("flow/deployment")
-    return deployment(spec, AttemptRequest(), StoreLink(spec.target, spec.trial, 1), 1)
+    run = deployment.start(spec, AttemptRequest(), 1)
+    return lambda: deployment.wait_for(run)
+
+
+def finish(api: Api) -> None:
+    api.slept.append(2.0)
+    for run in api.runs.values():
+        run.state = Completed()
 
 
 def refused() -> None:
@@ -129,19 +139,39 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, spe
     assert 240 < sum(api.slept) <= 300
 
 
-def test_a_run_is_polled_through_one_client_until_it_ends(
-    api: Api, spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait = begin(spec)
-    (run,) = api.runs.values()
+def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec) -> None:
+    deployment = DeploymentLauncher("flow/deployment")
+    runs = [deployment.start(spec, AttemptRequest(), attempt) for attempt in (1, 2, 3)]
+    until = threading.Barrier(4)
 
-    def sleep(seconds: float) -> None:
-        api.slept.append(seconds)
-        run.state = Running() if len(api.slept) < 9 else Completed()
+    def sleep(_: float) -> None:  # all three look once in each turn of the clock
+        until.wait(timeout=60)
+        until.wait(timeout=60)
 
-    monkeypatch.setattr(api, "sleep", sleep)
+    api.sleep = sleep  # type: ignore[assignment, method-assign]  # for this one
+    waiting = [threading.Thread(target=deployment.wait_for, args=(run,), daemon=True) for run in runs]
+    for each in waiting:
+        each.start()
+    for turn in range(5):
+        until.wait(timeout=60)
+        api.slept.append(2.0)
+        if turn == 4:
+            for run in api.runs.values():
+                run.state = Completed()
+        until.wait(timeout=60)
+    for each in waiting:
+        each.join(timeout=60)
+    assert len(api.polled) == 6
+    assert set(api.polled[-1]) == set(runs)
+
+
+def test_a_start_does_not_wait_for_the_api_in_the_thread_of_the_search(api: Api, spec: TrialSpec) -> None:
+    api.troubles = [refused]
+    wait = DeploymentLauncher("flow/deployment")(spec, AttemptRequest(), StoreLink(spec.target, spec.trial, 1), 1)
+    assert (api.slept, api.runs) == ([], {})
+    api.sleep = lambda _: finish(api)  # type: ignore[assignment, method-assign]  # for this one
     wait()
-    assert (api.client_count, len(api.slept)) == (1, 9)
+    assert len(api.runs) == 1
 
 
 @pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])
@@ -167,7 +197,8 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
     (run,) = api.runs.values()
     run.state = Running()
 
-    def ends(_: float) -> None:
+    def ends(seconds: float) -> None:
+        api.slept.append(seconds)
         assert run.state is not None
         assert run.state.is_running()
         run.state = Completed()
@@ -197,6 +228,7 @@ def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_seco
 
     def ends(seconds: float) -> None:
         looks.append(seconds)
+        api.slept.append(seconds)
         second.state = Completed()
 
     api.sleep = ends  # type: ignore[method-assign]  # for this one
@@ -234,5 +266,5 @@ def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_i
 ) -> None:
     for experiment_id in ("deleted", "again", "again"):
         request = AttemptRequest(experiment_id=experiment_id)
-        DeploymentLauncher("flow/deployment")(spec, request, StoreLink(spec.target, spec.trial, 1), 1)
+        DeploymentLauncher("flow/deployment").start(spec, request, 1)
     assert len(api.runs) == 2

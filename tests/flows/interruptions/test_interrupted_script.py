@@ -68,9 +68,9 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
     last = said.splitlines()[-1]
     assert last.startswith("KeyboardInterrupt: experiment 'e': ")
     assert last.endswith("; run it again under the same experiment name, to resume")
-    trace = said[said.index("Traceback") :]
-    assert "flow_engine.py" not in trace
-    assert trace.count("\n  File ") <= 2
+    assert "Traceback" not in said
+    assert "Crash" not in said
+    assert "Finished in state Interrupted(\"experiment 'e': " in said
 
 
 @pytest.mark.timeout(900)
@@ -91,7 +91,7 @@ def test_a_second_interrupt_kills_the_trials_and_ends_the_process(prefect_server
     assert process.wait(timeout=120) == -signal.SIGINT
     text = said.read_text()
     assert text.splitlines()[-1].endswith("to resume")
-    assert text.count("Traceback") == 1  # that of the script
+    assert "Traceback" not in text
     state = experiment_at(pt.LocalTarget(path=str(tmp_path / "runs")), "e")
     assert [each.status for each in state.trials.values()] == [Status.INTERRUPTED] * 2
 

@@ -81,7 +81,7 @@ def test_each_thing_that_happened_is_told_once(runs: Sequence[Events]) -> None:
 
 def test_a_run_that_goes_on_tells_nothing_that_was_there_before(runs: Sequence[Events]) -> None:
     assert names(runs[1]) == {"experiment.started": 1, "experiment.finished": 1}
-    assert [each["payload"]["epoch"] for events in runs for each in events if "epoch" in each["payload"]] == [1, 2]
+    assert [each["payload"]["term"] for events in runs for each in events if "term" in each["payload"]] == [1, 2]
 
 
 def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTarget) -> None:

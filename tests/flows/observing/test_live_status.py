@@ -70,7 +70,7 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
     found = shown(local_target)
     assert found["trials_by_status"] == {"running": 2}
-    assert not found["is_stale"]
+    until(lambda: not shown(local_target)["is_stale"], seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
     for each in found["trials"]:
         assert (each["host"], each["attempts"], each["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
         assert each["attempt_began_at"] < each["reported_at"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from tests.flows.resuming.test_resume import SPACE, TPE, objects, searched
+from tests.flows.resuming.test_resume import DIGITS, SPACE, TPE, objects, searched
+from tests.flows.training import experiment_at
+from tests.trainables.digits_table import DigitsTable
 from tests.trainables.moody import Moody
 
 pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(400)]
@@ -107,3 +113,61 @@ def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_targ
 def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
     with pytest.raises(pt.InvalidInput, match=r"num_samples: .* decides itself how many"):
         pt.tune(Moody, SPACE, target="./nowhere", search=pt.Repeated(pt.RandomSearch(2), 2), num_samples=3)
+
+
+def enough(metrics: Mapping[str, Any]) -> bool:
+    return metrics["step"] >= 2
+
+
+def row(_config: Mapping[str, Any]) -> int:
+    return 3
+
+
+def test_objects_with_an_import_path_are_resumed_by_name(
+    local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"stop": enough, "space": {"row": pt.sample_from(row)}, "callbacks": [Diary]}
+    searched(local_target, num_samples=1, trainable=DigitsTable, **options)
+    here = __name__
+    paths = {"trainable": DIGITS, "stop": f"{here}:enough", "callbacks": [f"{here}:Diary"]}
+    settings = experiment_at(local_target, "old").settings
+    assert {name: settings[name] for name in paths} == paths
+    assert settings["space"] == {"row": {"sample_from": f"{here}:row"}}
+    assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
+    # The object and its name are the same trainable: the journal takes the second call for no change.
+    searched(local_target, num_samples=3, trainable=DigitsTable, on_code_change="refuse", **options)
+    searched(local_target, num_samples=4, trainable=DIGITS, on_code_change="refuse", **options)
+    resumed = pt.resume("old", target=local_target, num_samples=5, on_code_change="refuse")
+    assert dict(resumed.experiment.settings) == {**settings, "num_samples": 5}
+    assert [(each.status, each.step) for each in resumed.trials.values()] == [("completed", 2)] * 5
+    assert not any("has changed" in each.message for each in caplog.records)
+    # An experiment of an earlier release, which did not store the path, resumes with the object, and then by name.
+    monkeypatch.setattr("prefect_tune.parameters.search_plan.import_path_of", lambda _: None)
+    searched(local_target, "earlier", num_samples=1, trainable=DigitsTable)
+    monkeypatch.undo()
+    with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
+        pt.resume("earlier", target=local_target)
+    searched(local_target, "earlier", num_samples=2, trainable=DigitsTable)
+    assert len(pt.resume("earlier", target=local_target, num_samples=3).trials) == 3
+
+
+def test_a_resume_where_its_module_cannot_be_imported_is_one_error_without_a_traceback(
+    local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere_nets").mkdir()
+    (tmp_path / "elsewhere_nets" / "train.py").write_text("def train(config):\n    return {'error': 1.0}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = importlib.import_module("elsewhere_nets.train").train
+    searched(local_target, num_samples=1, trainable=function, stop=None)
+    before = objects(local_target)
+    for each in ("elsewhere_nets", "elsewhere_nets.train"):
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    expected = "trainable 'elsewhere_nets.train:train': there is no module 'elsewhere_nets'; is its project installed"
+    with pytest.raises(pt.InvalidInput, match=expected) as raised:
+        pt.resume("old", target=local_target)
+    assert raised.value.__cause__ is None
+    assert not [each for each in raised.traceback if "/prefect/" in str(each.path)]
+    assert not [each.message for each in caplog.records if each.exc_info]
+    assert [each.levelname for each in caplog.records if "Encountered exception" in each.message] == ["ERROR"]
+    assert objects(local_target) == before

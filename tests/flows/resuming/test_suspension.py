@@ -84,7 +84,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     assert list(schema["properties"]) == ["way", "steps", "hours", "checkpoint"]
     assert re.search(rf"checkpoints, newest first: {at}, ([0-9]+, )*5\n- code: unchanged", page), page
     trial = trial_at(training.target, "training")
-    assert (trial.status, trial.checkpoints[-1].step) == (Status.PENDING, at)  # not one step is lost
+    assert (trial.status, trial.checkpoints[-1].step) == (Status.INTERRUPTED, at)  # not one step is lost
 
     schema, page = ui.form(search.run)
     assert schema["properties"]["samples"]["default"] == 2

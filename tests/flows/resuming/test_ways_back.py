@@ -119,7 +119,7 @@ def test_a_cancelled_run_says_what_is_resumable(ui: Ui, tmp_path: Path) -> None:
     assert ui.until_final(training.run).is_cancelled(), ui.log(training.run)
     eventually("the log", lambda: "resumable at step" in ui.log(training.run), timedelta(seconds=30))
     at = trial_at(training.target, "cancelled").checkpoints[-1].step
-    assert f"experiment 'cancelled': resumable at step {at}; run it again, with Retry" in ui.log(training.run)
+    assert f"experiment 'cancelled': resumable at step {at}; press Retry, or run it again" in ui.log(training.run)
 
 
 def test_an_automation_brings_a_killed_run_back_until_nothing_comes_of_it(ui: Ui, tmp_path: Path) -> None:

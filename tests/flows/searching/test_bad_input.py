@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.blocks import LocalTarget, S3Target
+from prefect_tune.blocks import FsspecTarget, LocalTarget, S3Target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
@@ -21,6 +21,7 @@ from tests.fakes.servers.processes import free_port
 from tests.trainables import faulty
 
 Arguments = dict[str, Any]
+_HERE = faulty.__name__
 
 
 def _holds_a_lock() -> Callable[[dict[str, object]], None]:
@@ -52,6 +53,20 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
     ("package that is not there", lambda: {"trainable": "no_such.module:Model"}, InvalidInput, ("no_such",)),
     ("trainable with a lock", lambda: {"trainable": _holds_a_lock()}, InvalidInput, ("process", "lock")),
+    ("function without a config", lambda: {"trainable": lambda: None}, InvalidInput, ("one argument", "<lambda>()")),
+    ("function of two", lambda: {"trainable": faulty.of_two}, InvalidInput, ("of_two(_config: ", "_data: ")),
+    ("setup without a config", lambda: {"trainable": faulty.NoConfig}, InvalidInput, ("setup(self, config)",)),
+    ("it by its name", lambda: {"trainable": f"{_HERE}:NoConfig"}, InvalidInput, ("setup(self, config)",)),
+    ("function of two by its name", lambda: {"trainable": f"{_HERE}:of_two"}, InvalidInput, ("of_two(_config: ",)),
+    ("limit of no step", lambda: {"stop": {"step": -1}}, InvalidInput, ("'step'", "more than 0", "-1")),
+    ("stop without metrics", lambda: {"stop": lambda: True}, InvalidInput, ("stop", "one argument", "<lambda>()")),
+    ("web address", lambda: {"target": "https://host.example/runs"}, InvalidInput, ("https", "s3://bucket/prefix")),
+    (
+        "block of a web address",
+        lambda: {"target": FsspecTarget(location="https://host.example/runs")},
+        InvalidInput,
+        ("https", "s3://bucket/prefix"),
+    ),
     ("limit that is text", lambda: {"stop": {"step": "ten"}}, InvalidInput, ("'step'", "'ten'")),
     ("limit that is NaN", lambda: {"stop": {"loss": float("nan")}}, InvalidInput, ("'loss'", "nan")),
     ("stop that is a number", lambda: {"stop": 10}, InvalidInput, ("stop=10", "{'step': 100}")),

@@ -147,10 +147,9 @@ def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Tro
 @pytest.mark.deep
 def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
     trouble.config["prints"] = 500
-    began = time.monotonic()
     assert trouble.run(steps=10).step == 10
-    assert time.monotonic() - began < 60
-    assert sum("of step 10" in each.getMessage() for each in trouble.said) == 500
+    printed = [each.getMessage().split("  x")[0] for each in trouble.said if "of step 10  x" in each.getMessage()]
+    assert printed == [f"line {number} of step 10" for number in range(500)]
 
 
 def test_a_trainable_may_print_what_is_no_text(trouble: Trouble) -> None:

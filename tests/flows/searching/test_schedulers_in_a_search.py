@@ -21,7 +21,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Pause, Scheduler
+from prefect_tune.core.schedulers.base import Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
@@ -29,6 +29,7 @@ from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from tests.fakes.searches.limits import limits_of
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
@@ -81,7 +82,7 @@ OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger":
 CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
 
 
-@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 12))])
+@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 9))])
 @pytest.mark.parametrize(("one", "other"), CHANGES)
 def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     one: str, other: str, started: int, local_target: LocalTarget
@@ -121,3 +122,34 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
         state = acted.run(limits=limits_of(1, has_had_enough=lambda trial: trial.step >= 9))
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
         assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)
+
+
+class _Requests(StoppableExecutor):
+    """Keeps the requests that exploit, each with the steps of the comparisons until then."""
+
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+        if request.exploit is not None:
+            self.exploits.append((spec.trial.trial, request.exploit.source, request.milestone))
+        super().start(spec, request, attempt, absorbed)
+
+    exploits: list[tuple[str, str, int | None]]
+
+
+def test_after_an_exploit_a_trial_is_compared_an_interval_after_its_sources_last_comparison(
+    local_target: LocalTarget,
+) -> None:
+    """With one slot the source is behind: the trial does not wait until its own old step is passed again."""
+    executor = _Requests(9)
+    executor.exploits = []
+    state = SimulatedSearch(local_target, executor, samples=2).run(SCHEDULERS["pbt"])
+    past = [each for trial in state.trials.values() for each in trial.past if each.report is not None]
+    compared: dict[str, int] = {}
+    decided = []
+    for each in sorted(past, key=lambda each: each.order):
+        trial = next(name for name, known in state.trials.items() if each in known.past)
+        if each.what == "decided" and each.report is not None:
+            exploit = each.decision if isinstance(each.decision, Exploit) else None
+            compared[trial] = compared[exploit.source] if exploit else each.report.step
+            decided += [(trial, exploit.source, compared[trial] + 2)] if exploit else []
+    assert executor.exploits == decided
+    assert any(milestone == 4 for *_, milestone in decided)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,16 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Cause, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Cause, Decided, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.models import StepReport
 from prefect_tune.parameters.checks.code_change import CODE_TRAINS, say_code
-from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS, say_errored, say_space
-from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits
+from prefect_tune.parameters.checks.resume_compatibility import (
+    KEEPS_CONFIGURATIONS,
+    require_same,
+    say_errored,
+    say_space,
+)
+from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.failed_searches import results_of_failed
@@ -48,6 +56,80 @@ def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pyte
     warn_of_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
     (said,) = caplog.messages
     assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "said"),
+    [
+        ("accuracy", None, "Did you mean mode='max'? If not, mode='min' says so without this warning"),
+        ("accuracy", "min", None),
+        ("accuracy", "max", None),
+        ("loss", None, None),
+        ("loss", "max", "Did you mean mode='min'? If not, mode=['max'] says so without this warning"),
+        ("loss", ["max"], None),
+        ("speed", None, None),
+        (["loss", "f1"], None, "f1: by its name large values are good, and the search takes the smallest"),
+        (["loss", "f1"], None, "mode=['min', 'max']?"),
+        (["loss", "f1"], "max", "loss: by its name small values are good, and the search takes the largest"),
+        (["loss", "f1"], ["max", "min"], None),
+        (None, None, None),
+    ],
+)
+def test_a_metric_whose_name_says_the_other_direction_is_a_warning_unless_the_mode_is_given(
+    metric: str | list[str] | None, mode: Any, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_mode(planned(metric=metric, mode=mode), LOG)
+    assert [said in each if said else each for each in caplog.messages] == [True] * (said is not None)
+
+
+class _Descent(pt.Trainable):
+    """Restores its whole state, as a model with its optimizer, and applies its configuration again if that says so."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.config, self.state = config, {"x": 8.0, "rate": float(config["rate"])}
+
+    def step(self) -> Mapping[str, Any]:
+        self.state["x"] -= self.state["rate"] * (self.state["x"] - 3)
+        return {"score": (self.state["x"] - 3) ** 2}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "state.json").write_text(json.dumps(self.state))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.state = json.loads(Path(checkpoint_dir, "state.json").read_text())
+        if self.config["applies"]:
+            self.state["rate"] = self.config["rate"]
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("applies", [False, True])
+def test_a_score_that_is_minimized_and_exploits_that_change_nothing_are_warnings_of_a_search(
+    applies: bool, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    pt.tune(
+        _Descent,
+        {"rate": pt.uniform(0.01, 0.5), "applies": applies},
+        target=local_target,
+        experiment="e",
+        metric="score",
+        num_samples=4,
+        max_concurrent_trials=1,  # they take turns: the same each time
+        stop={"step": 16},
+        scheduler=pt.PBT(4, {"rate": pt.uniform(0.01, 0.5)}),
+        isolation="thread",
+    )
+    assert caplog.text.count("score: by its name large values are good") == 1
+    assert caplog.text.count("its new configuration changes nothing") == (0 if applies else 1)
+
+
+def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
+    report = StepReport(step=1, metrics={"accuracy": 0.5})
+    decided = Decided(trial="00000", report=report, decision=pt.Continue())
+    state = searched(planned(metric="accuracy"), decided)
+    require_same(state, planned(metric="accuracy", mode="min").settings)
+    require_same(state, planned(metric=["accuracy"], mode=["min"]).settings)
+    with pytest.raises(pt.InvalidInput, match="begun with 'min', and this run passes 'max'"):
+        require_same(state, planned(metric="accuracy", mode="max").settings)
 
 
 # ---------------------------------------------------------------------------------------------------- resuming

@@ -38,6 +38,13 @@ class _Imported(Exception):
         ("from functools import cache", "@cache\ndef Net(config):\n    pass", True),
         ("", "async def Net(config):\n    pass", True),
         ("", "Net = lambda config: None", True),
+        ("", "def Net():\n    pass", True),
+        ("", "def Net(config, data):\n    pass", True),
+        ("", "def Net(*, config):\n    pass", True),
+        ("", "def Net(config, data=None, *others, seed=0, **more):\n    pass", False),
+        ("", "def Net(*all):\n    pass", False),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self): pass", True),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self, config): pass", False),
     ],
 )
 def test_only_a_name_whose_source_does_not_say_that_it_is_a_trainable_is_imported(

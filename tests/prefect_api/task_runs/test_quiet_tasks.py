@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prefect import flow, task
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from prefect_tune.prefect_api.task_runs import quiet_tasks
 from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -71,3 +73,16 @@ def test_at_the_level_debug_nothing_is_left_out(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.DEBUG, logger="prefect.task_runs"):
         quiet()
     assert ends_of(caplog.records, "inner") == ["Finished in state Quiet(type=COMPLETED)"]
+
+
+def test_events_that_a_server_does_not_take_are_one_line_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, times = logging.getLogger("prefect._internal.concurrency"), iter((1000.0, 1059.0, 1061.0))
+    monkeypatch.setattr(quiet_tasks, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with quiet_inner_tasks(), caplog.at_level(logging.ERROR, logger=service.name):
+        for _ in range(3):
+            service.error("Service %r failed to process item %r", "EventsWorker", "Event(\n" * 14)
+        service.error("another %s", "error")
+    line = "Prefect's EventsWorker could not send an item: its server may be down. Training continues."
+    assert [each.getMessage() for each in caplog.records] == [line, line, "another error"]

@@ -20,10 +20,10 @@ def register_blocks() -> None:
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.strict_block import StrictBlock
     from prefect_tune.blocks.targets import TARGET_TYPES
-    from prefect_tune.deploy.api_client import or_said
+    from prefect_tune.deploy.api_client import prefect_server
 
     kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)
-    with or_said("blocks"):
+    with prefect_server("blocks"):
         for kind in kinds:
             kind.register_type_and_schema()
             print(kind.get_block_type_slug())

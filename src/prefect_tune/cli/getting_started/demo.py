@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -24,5 +26,6 @@ def demo(
     from prefect_tune.demo.run_demo import DemoOptions, run_demo
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
     if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
         raise typer.Exit(1)

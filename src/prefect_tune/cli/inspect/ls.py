@@ -102,5 +102,5 @@ def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
         best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
         trials = row.damage or format_counts(row.trials)
         cells = (row.experiment, row.kind, trials, best, fresh.short())
-        table.add_row(*plain_cells(cells), style="red" if row.damage else "")
+        table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
     return table

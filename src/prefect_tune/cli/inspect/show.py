@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.summary import best_first, counted, is_search,
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial
 from prefect_tune.core.models import first_line, shown_size
+from prefect_tune.core.texts import visible
 from prefect_tune.terminal.data_age import format_moment, freshness_of
 from prefect_tune.terminal.formatting import (
     borderless_table,
@@ -23,7 +24,6 @@ from prefect_tune.terminal.formatting import (
     names_of,
     plain_cells,
     print_parts,
-    visible,
 )
 from prefect_tune.terminal.trials_table import trials_table
 
@@ -42,7 +42,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         show_search(view, as_json=as_json)
         return
     state, now = view.experiment, datetime.now(UTC)
-    about: dict[str, object] = {"experiment": state.name, "epoch": state.epoch, "owner": str(state.owner or "")}
+    about: dict[str, object] = {"experiment": state.name, "term": state.epoch, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
         chosen = chosen.model_copy(update={"checkpoints": today[0].checkpoints, "aside": today[0].aside})
@@ -51,7 +51,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
-        print_parts(facts_table({**about, "as of": fresh.words(), **_readable(facts, chosen, now)}))
+        head = {"experiment": state.name, "owner": _owner_of(state)}
+        print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
         if chosen is not None and _has_traceback(chosen):
             print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
 
@@ -67,7 +68,7 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
         "metric": list(objective.metrics) if objective else None,
         "mode": list(objective.modes) if objective else None,
         "trials_by_status": counted(state),
-        "epoch": state.epoch,
+        "term": state.epoch,
         "owner": str(state.owner or ""),
     }
     if as_json:
@@ -76,15 +77,16 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
         print(json.dumps(shown, indent=2))
         return
     metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
-    table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now))
-    print_parts(facts_table({**_head(state, about), "as of": fresh.words()}), "", table)
+    styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
+    table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
+    print_parts(facts_table({**_head(state), "as of": fresh.words()}), "", table)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     _show_errors(trials)
 
 
 def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with the ages of its times and ranges of steps, and without those that are None.
+    """Return the facts of a trial with ages and ranges of steps, without those that are None or an empty text.
 
     Of a reason with a traceback it is the first line: the whole follows the table.
     """
@@ -95,7 +97,7 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
     if trial is not None and _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
-    return {name: shown.get(name, value) for name, value in facts.items() if value is not None}
+    return {name: shown.get(name, value) for name, value in facts.items() if value not in (None, "")}
 
 
 def _has_traceback(trial: Trial) -> bool:
@@ -119,7 +121,12 @@ def _last_report(attempt: RunningTrial, now: datetime) -> str:
     return format_moment(attempt.reported_at, now)
 
 
-def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object]:
+def _owner_of(state: Experiment) -> str:
+    """Return the number of the owner, and its run."""
+    return f"{state.epoch}: {state.owner}" if state.owner else ""
+
+
+def _head(state: Experiment) -> Mapping[str, object]:
     """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
     by = zip(objective.metrics, objective.modes, strict=True) if objective else ()
@@ -127,7 +134,7 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
         "experiment": state.name,
         **({"by": ", ".join(f"{mode} {name}" for name, mode in by)} if objective else {}),
         "trials": format_counts(counted(state)),
-        "owner": about["owner"],
+        "owner": _owner_of(state),
     }
 
 

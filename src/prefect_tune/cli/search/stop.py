@@ -10,6 +10,7 @@ import typer
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.open_target import existing_place
+from prefect_tune.core.texts import visible
 
 
 @command
@@ -35,6 +36,6 @@ def stop(
     if as_json:
         print(json.dumps({"status": outcome.status, "message": outcome.message}, indent=2))
     else:
-        print(outcome.message, file=sys.stdout if done else sys.stderr)
+        print(visible(outcome.message), file=sys.stdout if done else sys.stderr)
     if not done and wait_seconds:
         raise typer.Exit(1)

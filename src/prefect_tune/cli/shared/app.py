@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.terminal.formatting import visible
+from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, TuneError
+from prefect_tune.core.texts import visible
 
 _WRONG_USAGE = 2
 PANELS = {
@@ -100,11 +100,15 @@ class WrongUsage(InvalidInput):
 
 
 def run_app() -> None:
-    """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback."""
+    """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback.
+
+    What the same command would meet again exits with 2. But a metric is of the trials, not of the command.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale lacks must not end the command
     try:
         app()
     except (TuneError, OSError) as error:
         print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        sys.exit(_WRONG_USAGE if isinstance(error, WrongUsage) else 1)
+        is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
+        sys.exit(_WRONG_USAGE if is_wrong_usage else 1)

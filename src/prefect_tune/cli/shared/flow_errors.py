@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 
 _INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error
     except ValidationError as error:
         problem = error.errors()[0]
-        raise TuneError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+        raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     except RuntimeError as error:
         if "API" in str(error):  # what Prefect raises when no server answers
             raise TuneError(f"Prefect: {_in_one_line(error)}") from error
@@ -48,10 +48,11 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Keep tracebacks of `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+    """Keep each `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+    from prefect_tune.prefect_api.flow_with_server import is_without_trace
 
     def says_more(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
+        return not is_without_trace(record)
 
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(says_more)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from prefect_tune.cli.inspect.show import show_search
-from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.cli.shared.flow_errors import short_errors
-from prefect_tune.core.errors import InvalidInput, SearchFailed
+from prefect_tune.core.errors import SearchFailed
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.core.models import valid_name
 
@@ -29,36 +28,27 @@ def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check, before a server is used, what can be checked without reading the target; return `parameters` unchanged.
 
     Raises:
-        WrongUsage: one of them is not valid.
+        InvalidInput: one of them is not valid.
     """
+    from prefect_tune.blocks import LocalTarget
     from prefect_tune.blocks.resolve_target import validate_target
-    from prefect_tune.parameters.checks.argument_checks import stopper_for, valid_trainable
     from prefect_tune.parameters.checks.import_check import require_importable
-    from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
     from prefect_tune.parameters.samples_per_run import require_one_count
-    from prefect_tune.parameters.search_plan import space_of
+    from prefect_tune.parameters.search_plan import SearchPlan
+    from prefect_tune.runtime.load_named import load_named
+    from prefect_tune.tuner.warm_start import source_names
 
-    def importable(trainable: str) -> None:
-        valid_trainable(trainable)
-        if parameters.get("trials") != "deployment":
-            require_importable(trainable, parameters.get("isolation", "process"), logging.getLogger(__name__))
-
-    checks: Mapping[str, Callable[[Any], object]] = {
-        "target": validate_target,
-        "experiment": valid_name,
-        "fork": valid_name,
-        "trainable": importable,
-        "space": space_of,
-        "scheduler": scheduler_from,
-        "search": lambda given: with_samples(search_from(given), parameters.get("num_samples")),
-        "stop": stopper_for,
-    }
-    try:
-        for name in [each for each in checks if each in parameters]:
-            checks[name](parameters[name])
-        require_one_count(parameters.get("num_samples"), parameters.get("samples_per_run"))
-    except InvalidInput as error:
-        raise WrongUsage(str(error)) from error
+    validate_target(parameters["target"])
+    valid_name(parameters.get("fork", parameters["experiment"]))
+    require_one_count(parameters.get("num_samples"), parameters.get("samples_per_run"))
+    given = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
+    # A saved block would be read from the server, and the journal's trainable from the target.
+    plan = SearchPlan(**{"trainable": print, **given, "target": LocalTarget(path=str(Path.cwd()))})
+    source_names(plan.warm_start or ())
+    for callback in plan.callbacks or ():
+        load_named(callback, "callback")
+    if plan.trials != "deployment":
+        require_importable(plan.trainable, plan.isolation, logging.getLogger(__name__))
     return parameters
 
 

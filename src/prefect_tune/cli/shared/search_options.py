@@ -112,7 +112,7 @@ _OPTIONS: Mapping[str, _Option] = {
         about="Search algorithm. Default: random and grid search.",
     ),
     "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from the trials of this experiment."),
-    "seed": _Option(metavar="N", kind=int, about="Seed of all draws. Default: from EXPERIMENT."),
+    "seed": _Option(metavar="N", kind=int, at_least=0, about="Seed of all draws. Default: from EXPERIMENT."),
     "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
     "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
     "time_budget_seconds": _seconds("--time-budget-seconds", "After S seconds save all trials and end."),
@@ -198,7 +198,7 @@ _OPTIONS: Mapping[str, _Option] = {
         kind=int,
         at_least=1,
         sets="num_samples",
-        about="New total of trials, not fewer than now.",
+        about="New --num-samples, not fewer than now: of trials, with a grid per point.",
     ),
     "trainable": _Option(metavar="MODULE:NAME", about="Replaces the one in the journal; required on a bucket."),
 }

@@ -44,12 +44,12 @@ def export(
     The best model that events and alerts announce may be another one:
     pass the trial and step of the event as --trial and --step.
     """
-    from prefect_tune.blocks import resolve_target
+    from prefect_tune.blocks import resolve_existing
 
     with opened(target, experiment) as (store, state):
         (chosen,) = trials_today(store, state, [_trial(state, trial)])
         key = _checkpoint(state, chosen, step)
-    resolve_target(target).checkpoint(key).to_directory(directory)
+    resolve_existing(target).checkpoint(key).to_directory(directory)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return

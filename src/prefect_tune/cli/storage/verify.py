@@ -24,6 +24,7 @@ from prefect_tune.core.operations.scrub import inspect_one, read_one
 from prefect_tune.core.recovery.stale_reads import current_trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import format_steps
 
@@ -81,7 +82,7 @@ def _with_progress(trial: str, checks: Iterable[_Verified], *, damaged: str | No
             done.append(each)
             status.update(f"{trial}: step {each.step} is read")
             if each.damage and damaged:
-                print(f"{damaged} {each.step}: DAMAGED: {each.damage}", file=sys.stderr)
+                print(f"{damaged} {each.step}: DAMAGED: {visible(each.damage)}", file=sys.stderr)
     return done
 
 

@@ -179,7 +179,7 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
     found = (entry.number, entry.previous, entry.epoch)
     if found != expected:
         raise JournalCorrupt(
-            f"{experiment.key}, entry {entry.number}: expected number, predecessor and epoch "
+            f"{experiment.key}, entry {entry.number}: expected number, predecessor and term "
             f"{expected}, found {found}: an entry was lost, altered or copied from another journal"
         )
 
@@ -219,7 +219,7 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
 def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, trial=event.trial)
     if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
-        raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
+        raise IllegalTransition(f"it opens {opens} for owner {event.epoch}")
     restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
     opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
     return experiment.model_copy(update=opened)
@@ -262,7 +262,7 @@ def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
-    """From this entry on, only manifests of the present epoch can be commits."""
+    """From this entry on, only manifests of the present owner can be commits."""
     for name, found in event.checkpoints.items():
         experiment = _with(experiment, with_adopted(_known(experiment, name), found))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})

@@ -27,6 +27,7 @@ __all__ = [
 
 
 _HAS_SECRETS = "trial_job_variables"
+_SHOWN_NAMES = {"code": "code_fingerprint", "only_in_code": "not_stored"}
 _MASK = "********"
 _REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
@@ -73,7 +74,10 @@ def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
 
     Numbers are shown, and so are references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
     """
-    return {name: _masked(value) if name == _HAS_SECRETS else value for name, value in settings.items()}
+    return {
+        _SHOWN_NAMES.get(name, name): _masked(value) if name == _HAS_SECRETS else value
+        for name, value in settings.items()
+    }
 
 
 def _masked(value: object) -> object:

@@ -100,7 +100,7 @@ class Trial(Value):
     wasted_steps: int = 0
     """Journaled steps that had to be trained again."""
     reason: str = ""
-    """Why the trial ended, or why its last attempt did."""
+    """Why the trial ended, or why its last attempt did; empty while it runs."""
     cause: Cause | None = None
     """The cause of the last attempt's end; None if that attempt paused."""
     returned: bool = False

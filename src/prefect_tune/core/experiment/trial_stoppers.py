@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.function_calls import other_signature
 from prefect_tune.core.models import StepReport, metric_in
 from prefect_tune.core.numbers import is_number, shown
 
@@ -194,6 +195,8 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(as_stopper(each) for each in stop))
     if callable(stop):
+        if found := other_signature(stop, 1):
+            raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {found}")
         return _Function(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
@@ -222,11 +225,12 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
 
 
 def _limit(name: object, limit: object) -> float:
-    if isinstance(limit, float) and math.isinf(limit):
-        return limit  # inf is never reached, -inf at once
-    if isinstance(limit, int | float) and is_number(limit):
-        return float(limit)
-    raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
+    is_limit = isinstance(limit, float) and math.isinf(limit)  # inf is never reached, -inf at once
+    if not isinstance(limit, int | float) or not (is_limit or is_number(limit)):
+        raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
+    if name == "step" and limit <= 0:
+        raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
+    return float(limit)
 
 
 def _number(metrics: Mapping[str, object], name: str) -> float:

@@ -233,6 +233,7 @@ def _started(trial: Trial, event: Started) -> Trial:
             "wasted_steps": trial.wasted_steps + max(0, trial.step - event.from_step),
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,
+            "reason": "",
         }
     )
 

@@ -1,4 +1,4 @@
-"""The owners of a journal's earlier epochs."""
+"""The owners of a journal's earlier terms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["earlier_owners"]
 def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelMap) -> Sequence[Owner]:
     """Return the owners before the present one, oldest first.
 
-    Epochs increase along the journal, so each is found by bisection: some log(entries) reads for each earlier epoch.
+    Terms increase along the journal, so each is found by bisection: some log(entries) reads for each earlier term.
 
     Raises:
         JournalCorrupt: an entry is missing or altered.

@@ -228,7 +228,7 @@ def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
     known: LoadedJournal | None = None,
 ) -> Experiment:
-    """Open the experiment for `owner`: begin a new epoch. The same entry holds the events that `also` returns.
+    """Open the experiment for `owner`: begin a new term. The same entry holds the events that `also` returns.
 
     `also` gets the experiment before it is opened. With `known`, only the last known entry is checked, and the
     entries after it are read; a journal known to be empty is read only if another writer has opened it since.
@@ -364,8 +364,9 @@ def _mend(store: ObjectStore, loaded: LoadedJournal, opened: Experiment, side_by
 
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
-    by = next((str(event.owner) for event in winner.events if isinstance(event, Opened)), f"epoch {winner.epoch}")
+    opened = next((event.owner for event in winner.events if isinstance(event, Opened)), None)
+    how = f"owner {winner.epoch}, {opened}, took over" if opened else f"another process wrote as owner {winner.epoch}"
     return Superseded(
-        f"{experiment.key}: epoch {experiment.epoch} has ended; it was taken over at "
-        f"{winner.at} by {by}. Stop here: it continues there, and every committed checkpoint is kept"
+        f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. "
+        "Stop here: it continues there, and every committed checkpoint is kept"
     )

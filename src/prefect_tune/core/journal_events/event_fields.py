@@ -42,7 +42,7 @@ class Owner(Value):
     by_hand: bool = False
     """Whether a person resumed this run, so that it does not count as a restart after a crash."""
     search_epoch: int = 0
-    """For a trial's own journal: the experiment's epoch in which the search started this attempt."""
+    """For a trial's own journal: the experiment's term in which the search started this attempt."""
     attempt: int = 0
     """For a trial's own journal: the number of the attempt that the search started."""
 
@@ -52,7 +52,7 @@ class Owner(Value):
         return without_unset(without_none(dump(self), "task_run"), "by_hand", "search_epoch", "attempt")
 
     def is_behind(self, other: Owner) -> bool:
-        """Return whether this attempt was started before `other`'s, by search epoch and attempt; False if unknown."""
+        """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
         mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
         return self.search_epoch > 0 and mine < theirs
 
@@ -91,7 +91,7 @@ class Claim(Value):
     journal: JournalKey
     """The journal that records the clone as a checkpoint; see `Cloned`."""
     epoch: int
-    """That journal's epoch when the clone was begun: only the owner of that epoch can make it a checkpoint."""
+    """That journal's term when the clone was begun: only the owner of that term can make it a checkpoint."""
 
 
 class ForkOrigin(Value):

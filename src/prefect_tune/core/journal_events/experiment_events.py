@@ -44,8 +44,7 @@ from prefect_tune.core.journal_events.trial_events import (
     TrialAdded,
     TrialEvent,
 )
-from prefect_tune.core.models import ExperimentName, TrialId, Value, without_none
-from prefect_tune.core.texts import Message
+from prefect_tune.core.models import ExperimentName, Message, TrialId, Value, without_none
 
 __all__ = [
     "Absorbed",
@@ -99,7 +98,7 @@ __all__ = [
 
 
 class Opened(Value):
-    """A new owner begins a new epoch; every older owner's next write fails."""
+    """A new owner begins a new term; every older owner's next write fails."""
 
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
@@ -112,7 +111,7 @@ class Opened(Value):
 class Adopted(Value):
     """The new owner adopts these checkpoints: their manifests exist, and the last owner did not journal them.
 
-    A manifest of an earlier epoch that is neither listed here nor journaled as committed was never a commit.
+    A manifest of an earlier term that is neither listed here nor journaled as committed was never a commit.
     """
 
     type: Literal["adopted"] = "adopted"

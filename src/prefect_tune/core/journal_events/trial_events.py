@@ -8,10 +8,9 @@ from typing import Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.journal_events.event_fields import Cause, CheckpointRef, Claim
-from prefect_tune.core.models import StepReport, TrialId, Value, without_none, without_unset
+from prefect_tune.core.models import Message, StepReport, TrialId, Value, without_none, without_unset
 from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.texts import Message
 
 __all__ = [
     "AttemptEnded",

@@ -1,7 +1,7 @@
 """The live status: the running trials of a journal's owner, for readers. No decision and no resume uses it.
 
-While trials run, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
-not depend on the number of steps. Its path contains the owner's epoch, so that owners never write one another's
+While it searches, the owner writes it every few seconds as a new object, and deletes the one before it: the cost does
+not depend on the number of steps. Its path contains the owner's term, so that owners never write one another's
 objects, and readers ignore the object of an earlier owner. The owner deletes its last one when its trials have ended;
 that of a killed owner stays, and its time says how old it is. The next owner deletes it.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
@@ -26,11 +28,13 @@ __all__ = [
     "LiveStatus",
     "RunningTrial",
     "delete_live_status",
+    "live_status_of",
     "newest_live_status",
     "view_of",
     "write_live_status",
 ]
 
+MOST_PERIOD_SECONDS = 24 * 3600.0
 _TRIES = 3  # a listing may be older than the deletion of what it lists
 
 
@@ -59,7 +63,7 @@ class LiveStatus(Document):
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
-    period_seconds: float
+    period_seconds: Annotated[float, Field(gt=0, le=MOST_PERIOD_SECONDS)]
     """The time until the owner writes the next one."""
     trials: tuple[RunningTrial, ...]
 
@@ -95,7 +99,7 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
-    """Delete the live status of the owner of `epoch`, and those of earlier ones."""
+    """Delete the live status of the owner of the term `epoch`, and those of earlier ones."""
     until = key.live_status_path(epoch + 1, 0)
     _delete(store, [each for each in _listed(store, key) if each < until])
 
@@ -114,11 +118,17 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
     return None
 
 
+def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
+    """Return the live status of the experiment's present owner; None if there is none that can be read."""
+    live = newest_live_status(store, experiment.key)
+    return live if live and (live.epoch, live.owner) == (experiment.epoch, experiment.owner) else None
+
+
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
     """Return the view of an experiment whose last entry was written at `written_at`: two requests if a trial runs."""
     runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
-    live = newest_live_status(store, experiment.key) if runs else None
-    if live is None or (live.epoch, live.owner) != (experiment.epoch, experiment.owner):
+    live = live_status_of(store, experiment) if runs else None
+    if live is None:
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
     for name, each in _attempts_in(live, experiment).items():

@@ -9,8 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_se
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.models import StepReport, Value, without_none
-from prefect_tune.core.texts import Message, PathName
+from prefect_tune.core.models import Message, PathName, StepReport, Value, without_none
 
 __all__ = [
     "FORK",

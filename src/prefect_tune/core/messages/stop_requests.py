@@ -32,7 +32,7 @@ class StopRequest(Document):
     at: str
     reason: str
     epoch: int
-    """The epoch whose owner is asked to end the experiment; later owners continue it. Ignored for a trial."""
+    """The number of the owner that is asked to end the experiment; later owners continue it. Ignored for a trial."""
     trial: TrialId | None = None
     """None for the whole experiment."""
     unreadable: bool = False
@@ -93,7 +93,7 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
         return "it was journaled before"
     if request.trial is None:
         old = request.epoch != experiment.epoch
-        return f"it was for the owner of epoch {request.epoch}, and the epoch is {experiment.epoch} now" if old else ""
+        return f"it was for owner {request.epoch}, and owner {experiment.epoch} has taken over" if old else ""
     if request.trial not in experiment.trials:
         return f"there is no trial {request.trial!r}"
     trial = experiment.trial(request.trial)

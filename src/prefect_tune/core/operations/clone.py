@@ -87,7 +87,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
 ) -> CheckpointRef:
     """Create the manifest of a clone of `source` in `trial`, and return the reference for `trial`'s journal.
 
-    The clone is a checkpoint once the owner of the journal `into` has journaled it as `Cloned`, in the same epoch
+    The clone is a checkpoint once the owner of the journal `into` has journaled it as `Cloned`, in the same term
     and before another checkpoint. A second call with the same arguments gives the same clone. The clone's
     metadata is the newest of `source`. Its bytes stay even if `source` is retired; if the clone is never journaled,
     they stay until its claim is found to be over.
@@ -275,7 +275,7 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
         return False  # it may be a checkpoint again
     if state.epoch == claim.epoch:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
-    return state.epoch > claim.epoch  # a journal of an earlier epoch is stale, and proves nothing
+    return state.epoch > claim.epoch  # a journal of an earlier term is stale, and proves nothing
 
 
 def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:

@@ -23,7 +23,8 @@ class ASHA(Scheduler):
     """Train many trials for a few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
 
     Rungs are the steps `grace_period`, times `reduction_factor`, times that again, and so on below `max_t`, where
-    every trial ends. It is asynchronous: a trial is compared with those that reached the rung before it.
+    every trial ends; fractions are rounded up. It is asynchronous: a trial is compared with those that reached the rung
+    before it.
 
     `variant="stopping"` stops a trial that is not good enough, for good, and never pauses (Ray's
     AsyncHyperBandScheduler). `variant="promotion"` pauses every trial at each rung, and gives a free slot to the best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import insort
 from collections import defaultdict
@@ -30,9 +31,9 @@ class MedianStopping(Scheduler):
     """Stop a trial whose best result is worse than the median of the others' averages up to the same step.
 
     From `grace_period` on, every `interval` steps, a trial is compared with the others that have reached that step: its
-    best loss since `grace_period` with the median of their mean losses from `grace_period` to that step. While fewer
-    than `min_samples_required` others have reached it, the trial continues. A mean covers only the reports at these
-    steps, so that `interval=1` averages every step, and costs a decision at every step.
+    best loss so far with the median of their mean losses from `grace_period` to that step. While fewer than
+    `min_samples_required` others have reached it, the trial continues. The best counts from the first step on. Both
+    cover only every `interval`-th report, so that `interval=1` covers every step, and costs a decision at every step.
 
     With `min_time_slice`, a trial with too few others to compare with gives its slot away after that many steps, and
     continues when there are enough: so comparisons start early with fewer slots than trials. It needs checkpoints.
@@ -63,13 +64,15 @@ class MedianStopping(Scheduler):
 
 @dataclass(slots=True)
 class _Curve:
-    """A trial's losses since the grace period, summarized."""
+    """A trial's losses, summarized."""
 
-    judged: int = -1
-    """The index of the last milestone at which it was decided on; -1 for none."""
+    judged: int
+    """The index of the last milestone at which it was decided on; before the first one, that of step 0."""
     count: int = 0
     total: float = 0.0
-    best: float = 0.0
+    """Of the losses since the grace period, of which there are `count`."""
+    best: float = math.inf
+    """Of all losses."""
     slot_since: int = 0
     """The step at which it got its present slot."""
     paused_at: int | None = None
@@ -79,11 +82,6 @@ class _Curve:
     @property
     def mean(self) -> float:
         return self.total / self.count
-
-    def show(self, loss: float) -> None:
-        self.best = min(self.best, loss) if self.count else loss
-        self.count += 1
-        self.total += loss
 
 
 class _MedianStoppingSchedule(Schedule):
@@ -100,7 +98,7 @@ class _MedianStoppingSchedule(Schedule):
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._no_more = False
-        self._curves.setdefault(trial, _Curve()).stopped = None
+        self._curves.setdefault(trial, _Curve(self._number(0))).stopped = None
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
         number = max(self._curves[trial].judged, self._number(step)) + 1
@@ -113,7 +111,11 @@ class _MedianStoppingSchedule(Schedule):
             return self._again(curve)
         self.resumed(report.trial)  # it reports, so it was not paused, even if the last answer to it was a pause
         self._fill_gap(curve, number)
-        curve.show(loss)
+        curve.best = min(curve.best, loss)
+        if number < 0:
+            return Continue()
+        curve.count += 1
+        curve.total += loss
         decision = self._judged(report.trial, curve, step)
         insort(self._means[number], curve.mean)
         return decision
@@ -138,7 +140,7 @@ class _MedianStoppingSchedule(Schedule):
         self.resumed(trial)
 
     def _number(self, step: int) -> int:
-        """Return the last milestone at or before `step`, counted from 0; below 0 in the grace period."""
+        """Return the last milestone at or before `step`, counted from 0 at `grace_period`; below 0 before that."""
         return (step - self._rule.grace_period) // self._rule.interval
 
     def _again(self, curve: _Curve) -> Decision:

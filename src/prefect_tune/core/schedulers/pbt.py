@@ -31,15 +31,16 @@ __all__ = ["PBT"]
 class PBT(Scheduler):
     """Train a population in parallel; bad trials continue from clones of good ones, with a perturbed configuration.
 
-    Every `perturbation_interval` steps from `burn_in_period` on, a trial commits a checkpoint and is compared with
-    the last results of the others that have not ended. If it is among the worst `quantile_fraction`, it takes over
-    the checkpoint and the configuration of one of the best `quantile_fraction`. The values of that configuration named
-    in `hyperparam_mutations` change: they are resampled with `resample_probability`, and otherwise multiplied by one
-    of the `perturbation_factors`.
+    `perturbation_interval` steps after its last comparison, and not before `burn_in_period`, a trial commits a
+    checkpoint and is compared with the last results of the others that have not ended. If it is among the worst
+    `quantile_fraction`, it takes over the checkpoint and the configuration of one of the best `quantile_fraction`, and
+    the step of that one's last comparison. The values of that configuration named in `hyperparam_mutations` change:
+    they are resampled with `resample_probability`, and otherwise multiplied by one of the `perturbation_factors`. Its
+    last result counts until the next one, as in Ray, but nothing is taken over from it.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
-    functions of the configuration, nested as it is. A value never leaves its domain. The initial configurations
-    come from the search, not from here.
+    functions of the configuration, nested as it is. A value never leaves its domain, and a whole number stays whole.
+    The initial configurations come from the search, not from here.
 
     It is asynchronous: no trial waits for a comparison. A population larger than its slots takes turns of one interval,
     the trial with the fewest steps first; paused trials are compared, too. A trial that ends (a stopper:
@@ -95,12 +96,14 @@ class _Member:
     number: int
     config: Mapping[str, object]
     decided: int = 0
-    """The step of its last decision, in the history of its present weights."""
+    """The step of the last decision in the history of its present weights: after an exploit, of that of its source."""
     exploits: int = 0
     has_just_exploited: bool = False
     """Whether it has exploited another trial since it got its slot."""
     loss: float | None = None
-    """The last loss of its present weights; None before they were evaluated."""
+    """Its last loss; None before the first one, and while it is not in the population."""
+    is_evaluated: bool = False
+    """Whether `loss` is of its present weights, so that others may exploit it."""
     paused_at: int | None = None
 
 
@@ -113,7 +116,6 @@ class _PbtSchedule(Schedule):
         self._rule = rule
         self._explorer = explorer
         self._objective = objective
-        self._count = 0
         self._members: dict[TrialId, _Member] = {}
         self._ranking: list[tuple[float, int, TrialId]] = []
         self._paused: list[tuple[int, int, TrialId]] = []
@@ -121,13 +123,12 @@ class _PbtSchedule(Schedule):
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         self._no_more = False
-        self._members[trial] = _Member(self._count, config)
-        self._count += 1
+        if trial not in self._members:
+            self._members[trial] = _Member(len(self._members), config)
 
     def milestone(self, trial: TrialId, step: int) -> int | None:
-        del trial
-        interval = self._rule.perturbation_interval
-        return (max(step, self._rule.burn_in_period - 1) // interval + 1) * interval
+        due = self._members[trial].decided + self._rule.perturbation_interval
+        return max(due, self._rule.burn_in_period, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
         loss, step = loss_of(report, self._objective), report.report.step
@@ -139,27 +140,28 @@ class _PbtSchedule(Schedule):
         member.decided = step
         self._rank(report.trial, member, loss)
         better = self._better(report.trial, member, loss)
-        return self._exploit(report.trial, member, loss, better) if better else self._pause(report.trial, member)
+        return self._exploit(member, loss, better) if better else self._pause(report.trial, member)
 
     def resume_next(self) -> TrialId | None:
         return self._paused[0][2] if self._no_more and self._paused else None
 
     def resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
+        if member.paused_at is not None:  # else it continues after an exploit, in the same slot
+            member.has_just_exploited = False
         self._release(trial, member)
-        member.has_just_exploited = False
 
     def exhausted(self) -> None:
         self._no_more = True
 
     def ended(self, trial: TrialId) -> None:
-        member = self._members.pop(trial)
+        member = self._members[trial]
         self._release(trial, member)
         self._unrank(trial, member)
 
     def _rank(self, trial: TrialId, member: _Member, loss: float) -> None:
         self._unrank(trial, member)
-        member.loss = loss
+        member.loss, member.is_evaluated = loss, True
         insort(self._ranking, (loss, member.number, trial))
 
     def _unrank(self, trial: TrialId, member: _Member) -> None:
@@ -175,20 +177,23 @@ class _PbtSchedule(Schedule):
         quantile = min(ceil(size * self._rule.quantile_fraction), size // 2)
         if bisect_left(self._ranking, (loss, member.number, trial)) < size - quantile:
             return None
-        drawn = seeded_random.integer(quantile, self._explorer.seed, "pbt-source", member.number, member.exploits)
-        best, _, source = self._ranking[drawn]
+        sources = [each for each in self._ranking[:quantile] if self._members[each[2]].is_evaluated]
+        if not sources:
+            return None
+        drawn = seeded_random.integer(len(sources), self._explorer.seed, "pbt-source", member.number, member.exploits)
+        best, _, source = sources[drawn]
         return best, source
 
-    def _exploit(self, trial: TrialId, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
-        """Let the trial continue from another. It is ranked again once its new weights are evaluated."""
+    def _exploit(self, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
+        """Let the trial continue from another. It keeps its rank until its new weights are evaluated."""
         best, source = better
         behind = f"{shown(loss, self._objective)} at step {member.decided} is among the worst"
         ahead = f"{shown(best, self._objective)} at step {self._members[source].decided} among the best"
         member.config = self._explorer.explored(self._members[source].config, "pbt", member.number, member.exploits)
         member.exploits += 1
-        member.decided = 0
+        member.decided = self._members[source].decided
         member.has_just_exploited = True
-        self._unrank(trial, member)
+        member.is_evaluated = False
         return Exploit(source=source, config=member.config, reason=f"{behind}, {ahead}")
 
     def _pause(self, trial: TrialId, member: _Member) -> Pause:

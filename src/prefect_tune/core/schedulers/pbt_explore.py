@@ -29,6 +29,7 @@ class Explorer:
 
     For a list of options, the next or the previous option is taken; at an end it may stay the same. A value outside
     of its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step.
+    An integer stays one in a domain of real numbers too, as in Ray, if the domain has any.
     Functions are computed last, from the changed configuration.
     """
 
@@ -59,7 +60,8 @@ class Explorer:
             return _neighbor(value, domain, factor)
         if not again and not isinstance(domain, Choice) and is_number(value):
             return _perturbed(value, domain, factor)
-        return _drawn(domain, seeded_random.uniform(self.seed, *purpose, "value"))
+        drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
+        return domain.options[int(drawn)] if isinstance(domain, Choice) else _as_whole_as(value, drawn, domain)
 
 
 def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
@@ -151,11 +153,6 @@ def _inner(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def _drawn(domain: Range | Choice, quantile: float) -> object:
-    drawn = domain.at(quantile)
-    return domain.options[int(drawn)] if isinstance(domain, Choice) else drawn
-
-
 def _neighbor(value: object, domain: Choice, factor: float) -> object:
     """Return the next option for a factor above 1, else the previous one: the options are taken as ordered."""
     index = domain.options.index(value) + (1 if factor > 1 else -1)
@@ -163,11 +160,22 @@ def _neighbor(value: object, domain: Choice, factor: float) -> object:
 
 
 def _perturbed(value: float, domain: Range, factor: float) -> float:
-    moved = domain.nearest(value * factor)
+    moved = _as_whole_as(value, domain.nearest(value * factor), domain)
     step = domain.step if isinstance(domain, Integer) else domain.q
+    if isinstance(value, int):
+        step = max(step or 1, 1)
     if step is None or moved != value:
         return moved
-    return domain.nearest(value + math.copysign(step, factor - 1))
+    return _as_whole_as(value, domain.nearest(value + math.copysign(step, factor - 1)), domain)
+
+
+def _as_whole_as(value: object, moved: float, domain: Range) -> float:
+    """Return a whole number of the domain next to `moved`, if `value` is one and the domain has one there."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return moved
+    return next(
+        (whole for whole in (round(moved), math.ceil(moved), math.floor(moved)) if domain.contains(whole)), moved
+    )
 
 
 def _with_computed(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import TypeAlias
 
 from prefect_tune.core.models import TrialId
@@ -16,11 +18,9 @@ RungEntry: TypeAlias = tuple[float, int, TrialId]
 
 
 def ladder(first: int, max_t: int, reduction_factor: float) -> Iterator[int]:
-    """Yield the steps from `first` on, each `reduction_factor` times the one before, below `max_t`."""
-    exact = float(first)
-    while int(exact) < max_t:
-        yield int(exact)
-        exact *= reduction_factor
+    """Return `first` times each power of `reduction_factor`, rounded up as in Ray, below `max_t`."""
+    steps = (math.ceil(first * reduction_factor**power) for power in count())
+    return takewhile(lambda step: step < max_t, steps)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.function_calls import other_signature
 from prefect_tune.core.numbers import is_finite, is_number, shown
 from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
 from prefect_tune.core.texts import is_unicode
@@ -105,6 +106,8 @@ class SampleFrom:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InvalidInput(f"sample_from: expected a function of the configuration, found {self.function!r}")
+        if found := other_signature(self.function, 1):
+            raise InvalidInput(f"sample_from: expected a function of one argument, the configuration, found {found}")
 
     def __repr__(self) -> str:
         return f"sample_from({self.path or getattr(self.function, '__qualname__', self.function)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -11,9 +12,20 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.models import Value, metric_in
 from prefect_tune.core.numbers import is_finite, shown
 
-__all__ = ["UNNAMED", "Mode", "Objective", "objective_of"]
+__all__ = ["UNNAMED", "Mode", "Objective", "objective_of", "usual_mode"]
 
 Mode: TypeAlias = Literal["min", "max"]
+
+_SMALL_IS_GOOD = re.compile(
+    "bpb|bpc|brier|cer|cost|crossentropy|deviance|divergence|ece|eer|err|errors?|fid|fnr|fpr|kl|latency|logloss|loss|losses"
+    "|mae|mape|misclassification|mse|nll|nrmse|perplexity|ppl|regret|residual|rmse|rmsle|smape|ter|wer"
+)
+_LARGE_IS_GOOD = re.compile(
+    "acc|accuracy|ap|auc|aucpr|auprc|auroc|bleu|chrf|cider|dice|elbo|f1|fbeta|fscore|iou|jaccard|kappa|likelihood|map|mcc"
+    "|meteor|miou|mrr|ndcg|pearson|prauc|precision|psnr|r2|recall|returns?|rewards?|rocauc|rouge|scores?|sensitivity"
+    "|spearman|specificity|ssim|success"
+)
+_NEGATED = frozenset({"neg", "negative"})  # as in scikit-learn's neg_mean_squared_error
 
 
 class Objective(Value):
@@ -68,6 +80,20 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
             f"mode: expected 'min' or 'max', one for all metrics or one each, found {mode!r} for {metric!r}"
         )
     return Objective(metrics=metrics, modes=modes)
+
+
+def usual_mode(metric: str) -> Mode | None:
+    """Return the mode that a metric of this name usually has: `max` for `val_acc` or `mAP@50`; None if it is unknown.
+
+    The name is taken as words: `surf1` is not an F1. A word such as `loss` or `error` counts more than `score`.
+    """
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric)
+    words = set(re.split(r"[^a-z0-9]+", f"{metric} {spaced}".lower()))
+    words |= {word.rstrip("0123456789") for word in words}  # acc1, map50
+    is_small, is_large = (any(map(known.fullmatch, words)) for known in (_SMALL_IS_GOOD, _LARGE_IS_GOOD))
+    if not (is_small or is_large):
+        return None
+    return "min" if is_small != bool(words & _NEGATED) else "max"
 
 
 def _each(given: Any) -> tuple[Any, ...]:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TypeAlias, overload
 
+from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, domains_in, frozen
 from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
 
-__all__ = ["Draw", "below", "option", "resolve", "valid_space"]
+__all__ = ["Draw", "below", "option", "require_drawable", "resolve", "valid_space"]
 
 Draw: TypeAlias = Callable[[str, Domain], float]
 """Draws a parameter by its name: a value of a range, or the index of an option of a choice or a grid."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NOTHING: Mapping[str, object] = {}
+_MOST_DRAWS = 100
 
 
 def valid_space(space: object) -> dict[str, object]:
@@ -60,6 +63,43 @@ def below(name: str, key: str | int) -> str:
 def option(name: str, index: int) -> str:
     """Return the name of an option of the choice or grid called `name`."""
     return f"{name}?{index}"
+
+
+def require_drawable(space: Mapping[str, object], seed: int) -> None:
+    """Call all functions of `sample_from` in a valid `space`, for the draws of trial 0 and some others.
+
+    The others take each option that is a space of its own: a function may read what only some options have.
+
+    Raises:
+        InvalidInput: as `resolve`.
+    """
+    if not any(isinstance(each, SampleFrom) for each in domains_in(space)):
+        return
+    for number, fixed in enumerate([_NOTHING, *_branches(space, "")][:_MOST_DRAWS]):
+        resolve(space, partial(_drawn_for, seed, number), fixed)
+
+
+def _drawn_for(seed: int, number: int, name: str, domain: Domain) -> float:
+    return domain.at(seeded_random.uniform(seed, "space", number, name))
+
+
+def _branches(node: object, name: str) -> Iterator[dict[str, object]]:
+    """Yield what leads to each option that is an object or a list: the indexes of options, by parameter."""
+    match node:
+        case dict():
+            for key, child in node.items():
+                yield from _branches(child, below(name, key))
+        case list():
+            for index, child in enumerate(node):
+                yield from _branches(child, below(name, index))
+        case Choice() | Grid():
+            weights = node.weights if isinstance(node, Choice) else None
+            for index, child in enumerate(node.options):
+                if isinstance(child, dict | list | Choice | Grid) and (weights is None or weights[index]):
+                    yield {name: index}
+                    yield from ({name: index, **each} for each in _branches(child, option(name, index)))
+        case _:
+            return
 
 
 class _Resolution:
@@ -119,8 +159,13 @@ class _Resolution:
         try:
             returned = node.function(_Config(self, self._space, ""))
         except Exception as error:
-            error.add_note(f"in the function of sample_from at {name}")
-            raise
+            if isinstance(error, InvalidInput) or len(self._computing) > 1:  # the function that reads it may catch it
+                raise
+            line = error.__traceback__.tb_next if error.__traceback__ else None  # that of the function itself
+            where = f" ({line.tb_frame.f_code.co_filename}, line {line.tb_lineno})" if line else ""
+            raise InvalidInput(
+                f"sample_from at {name}: its function raised {type(error).__name__}: {error}{where}"
+            ) from error
         finally:
             self._computing.pop()
         return _value(returned, f"sample_from at {name}")

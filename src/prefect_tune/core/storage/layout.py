@@ -76,7 +76,7 @@ class JournalKey(Value):
         return f"{self.folder}/live"
 
     def live_status_path(self, epoch: int, number: int) -> str:
-        """Return the path of the live status `number` (from 1) that the owner of `epoch` writes."""
+        """Return the path of the live status `number` (from 1) that the owner of the term `epoch` writes."""
         return f"{self.live}/{in_digits(epoch)}-{in_digits(number)}.json"
 
     def entry_path(self, number: int) -> str:

@@ -19,14 +19,14 @@ from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, a
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
 from prefect_tune.parameters.json_specs import stop_from
-from prefect_tune.runtime.load_named import import_advice, load_named
+from prefect_tune.runtime.load_named import import_advice
 from prefect_tune.runtime.trainable import require_trainable
 
 _SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
 
 def experiment_name(given: str | None) -> str:
-    """Return the experiment's name: as given, or the id of the root flow run, which a Retry keeps.
+    """Return the experiment's name: as given, or the id of the outermost flow run, so that a Retry of it resumes.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -74,8 +74,7 @@ def stopper_for(stop: StopCriteria | str) -> Stopper:
     Raises:
         InvalidInput: `stop` is none of these.
     """
-    named = load_named(stop, "stop") if isinstance(stop, str) and ":" in stop else stop
-    return as_stopper(cast("StopCriteria", stop_from(named)))
+    return as_stopper(cast("StopCriteria", stop_from(stop)))
 
 
 def stopper_of_one_trial(stopper: Stopper) -> Stopper:
@@ -118,7 +117,9 @@ def name_of(trainable: object) -> Mapping[str, str]:
 
 def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
+    project = module.partition(".")[0]
     try:
+        module = project if importlib.util.find_spec(project) is None else module
         found = importlib.util.find_spec(module)
     except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
         raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error

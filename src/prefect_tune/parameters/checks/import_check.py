@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
 from prefect_tune.parameters.checks.source_definitions import why_not_defined
 from prefect_tune.runtime.load_named import require_loadable
+from prefect_tune.runtime.trainable import CALLED_WITH
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log
@@ -64,16 +65,25 @@ def _package(trainable: str) -> str:
 def _why_unsure(definition: ast.stmt, module: ast.Module) -> str:
     """Return why only the import can say whether this is a trainable; empty if its source says that it is one."""
     match definition:
-        case ast.FunctionDef(decorator_list=[]):
-            return ""
+        case ast.FunctionDef(decorator_list=[], args=parameters):
+            return "" if _takes(parameters, 1) else "its parameters decide"
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
             names = dict(_trainables_in(module))
             ours = {names.get(ast.unparse(each), "") for each in bases} - {""}
-            methods = {each.name for each in body if isinstance(each, ast.FunctionDef)}
-            is_trainable = ours and (methods >= {"step", "save_checkpoint"} or ours != {"Trainable"})
-            return "" if is_trainable else "its bases decide"
+            methods = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
+            is_trainable = ours and (methods.keys() >= {"step", "save_checkpoint"} or ours != {"Trainable"})
+            called = [(each, CALLED_WITH[name]) for name, each in methods.items() if name in CALLED_WITH]
+            are_plain = all(not each.decorator_list and _takes(each.args, count) for each, count in called)
+            return "" if is_trainable and are_plain else "its bases or methods decide"
         case _:
             return "its value decides"
+
+
+def _takes(parameters: ast.arguments, count: int) -> bool:
+    """Whether a function with these parameters takes this many positional arguments."""
+    positional = len(parameters.posonlyargs) + len(parameters.args)
+    is_enough = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
+    return is_enough and (count <= positional or parameters.vararg is not None)
 
 
 def _trainables_in(module: ast.Module) -> Iterator[tuple[str, str]]:

@@ -37,13 +37,18 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
     for name, why in _FIXED.items():
-        default = SearchPlan.model_fields[name].default  # settings omit it
-        before, now = state.settings.get(name, default), settings.get(name, default)
+        before, now = _meaning(name, state.settings), _meaning(name, settings)
         if state.trials and before != now and (name == "seed" or _has_compared(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{why}. Pass {before!r}, or choose another experiment name"
             )
+
+
+def _meaning(name: str, settings: Mapping[str, object]) -> object:
+    """Return the value of a setting: settings omit a default, and a list of one metric or mode equals its element."""
+    value = settings.get(name, "min" if name == "mode" else None)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def with_seed_of(state: Experiment, plan: SearchPlan) -> SearchPlan:

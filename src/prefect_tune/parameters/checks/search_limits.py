@@ -15,9 +15,10 @@ from prefect_tune.core.experiment.trial_stoppers import RAYS_NAMES, Stopper, lim
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
-from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.registry import BUILT_IN
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
@@ -59,10 +60,37 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
             )
 
 
+def warn_of_mode(plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the names of metrics say that the other direction is good: an accuracy that is minimized.
+
+    A `min` that was given, or a list with a mode for each metric, is meant: checked are the default and a single `max`.
+    """
+    objective, given = plan.objective, plan.mode
+    if objective is None or isinstance(given, list) or given == "min":
+        return
+    found = dict(zip(objective.metrics, objective.modes, strict=True))
+    usual = {name: usual_mode(name) or mode for name, mode in found.items()}
+    wrong = [name for name in found if usual[name] != found[name]]
+    if wrong:
+        is_max, names = given == "max", " and ".join(wrong)
+        meant: object = list(usual.values()) if len(usual) > 1 else usual[wrong[0]]
+        as_it_is: object = [given] * len(found) if is_max else "min"
+        log.warning(
+            "%s: by its name %s values are good, and the search takes the %s ones for the best (mode=%s). Did you mean "
+            "mode=%r? If not, mode=%r says so without this warning",
+            *(names, "small" if is_max else "large", "largest" if is_max else "smallest"),
+            *("'max'" if is_max else "'min', the default", meant, as_it_is),
+        )
+
+
 def warn_of_constants(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the search has several trials and nothing to draw: all of them train the same."""
+    """Log a warning if the search has several trials and nothing to draw: all of them train the same.
+
+    A search of the user, or `Repeated` with its index, may propose what the space does not have.
+    """
     space = valid_space(plan.space or {})
-    if plan.trial_count == 1 or any(domains_in(space)):
+    proposes_more = type(plan.proposer).__name__ not in BUILT_IN["search"]
+    if plan.trial_count == 1 or any(domains_in(space)) or proposes_more:
         return
     count = "" if plan.trial_count is None else f"{plan.trial_count} "
     lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]

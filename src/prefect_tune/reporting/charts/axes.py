@@ -29,6 +29,8 @@ class Scale:
     begin: float
     end: float
     is_log: bool = False
+    is_whole: bool = False
+    """Whether only whole numbers have a tick."""
 
     def at(self, value: float) -> float:
         """Return the position of `value`."""
@@ -45,9 +47,10 @@ class Scale:
         return math.log10(max(value, self.low * 1e-3)) if self.is_log else value
 
     def _round_numbers(self, most: int) -> Sequence[float]:
-        rough = (self.high - self.low) / max(1, most - 1)
+        rough = max((self.high - self.low) / max(1, most - 1), 1.0 if self.is_whole else 0.0)
         size = 10.0 ** math.floor(math.log10(rough))
-        step = next(each * size for each in _STEPS if each * size >= rough * 0.999)
+        steps = (each * size for each in _STEPS if not self.is_whole or each * size % 1 == 0)
+        step = next(each for each in steps if each >= rough * 0.999)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
@@ -60,17 +63,20 @@ class Scale:
             return decades
         factors = (factor * 10.0**each for each in range(first - 1, last + 1) for factor in (1, 2, 5))
         within = [each for each in factors if self.low * 0.999 <= each <= self.high * 1.001]
-        return within[:: max(1, math.ceil(len(within) / most))] or [self.low, self.high]
+        return within[:: max(1, math.ceil(len(within) / most))] if len(within) > 1 else self._round_numbers(most)
 
 
-def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: bool = True, room: float = 0.0) -> Scale:
+def fitted(
+    values: Sequence[float], begin: float, end: float, *, is_log: bool | None = None, room: float = 0.0
+) -> Scale:
     """Return a scale that fits these numbers; `values` may be empty.
 
     Args:
         values: the numbers to show.
         begin: the position of the smallest.
         end: the position of the largest.
-        may_be_log: whether the scale may be logarithmic, if the numbers span orders of magnitude.
+        is_log: whether the scale is logarithmic, if the numbers are positive. Default: if they span orders of
+            magnitude.
         room: the share of the range that is left free on both sides.
     """
     ordered = sorted(values) or [0.0, 1.0]
@@ -78,7 +84,9 @@ def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: boo
     if low == high:
         beside = abs(low) * 0.1 or 1.0
         return Scale(low - beside, high + beside, begin, end)
-    if may_be_log and low > 0 and high / low >= _LOG_FROM and _is_by_magnitude(ordered, low, high):
+    if is_log is None:
+        is_log = low > 0 and high / low >= _LOG_FROM and _is_by_magnitude(ordered, low, high)
+    if is_log and low > 0:
         beside = (high / low) ** room
         return Scale(low / beside, high * beside, begin, end, is_log=True)
     beside = (high - low) * room
@@ -114,8 +122,8 @@ class Frame:
 
 def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[str, str]) -> None:
     """Draw a grid at the ticks of two scales, and label the axes."""
-    draw_y_axis(drawing, frame, y, max(3, int((frame.bottom - frame.top) / 38)))
-    for place, said in x.ticks(max(3, int((frame.right - frame.left) / 80))):
+    draw_y_axis(drawing, frame, y, max(5, int((frame.bottom - frame.top) / 38)))
+    for place, said in x.ticks(max(5, int((frame.right - frame.left) / 80))):
         drawing.line([(place, frame.bottom), (place, frame.bottom + 4)], Pen(GREY, 1, 0.8))
         drawing.text((place, frame.bottom + 17), said, f"{SMALL} {MIDDLE}")
     drawing.line([(frame.left, frame.bottom), (frame.right, frame.bottom)], Pen(GREY, 1, 0.8))

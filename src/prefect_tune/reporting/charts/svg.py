@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from prefect_tune.core.texts import visible_line
+
 Point = tuple[float, float]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, TEAL, GREY = (
@@ -25,7 +27,7 @@ FAINT, PALE = 0.5, 0.6
 """Opacities of a grid, and of marks in the background: below 0.5 they vanish on a dark page, or on a light one."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _MOST_CHARACTERS = 80
-_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NO_XML = re.compile("[\ufffe\uffff]")  # the control characters that XML lacks are visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def data_uri(svg: str) -> str:
 
 def safe(text: str) -> str:
     """Return untrusted text on one line, shortened to 80 characters and escaped."""
-    line = " ".join(_NO_XML.sub("", text).split())
+    line = " ".join(_NO_XML.sub("", visible_line(text)).split())
     return escape(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 1]}…")
 
 

@@ -1,20 +1,19 @@
-"""Charts over time: the owners of the experiment, all attempts, and the lineage of a population's weights."""
+"""The timeline: the owners of the experiment, and all attempts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 
-from prefect_tune.core.experiment.trial_status import Phase, Status
+from prefect_tune.core.experiment.trial_status import ENDED, Status
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.reporting.charts.axes import END, GRID, MIDDLE, SMALL, Frame, draw_y_axis, fitted
+from prefect_tune.reporting.charts.axes import END, MIDDLE, SMALL, Frame, draw_y_axis, fitted
 from prefect_tune.reporting.charts.svg import (
     BLUE,
     GREEN,
     GREY,
-    INKS,
     ORANGE,
     PALE,
     RED,
@@ -23,9 +22,8 @@ from prefect_tune.reporting.charts.svg import (
     Drawing,
     Fill,
     Pen,
-    Point,
 )
-from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
+from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.terminal.formatting import format_duration
 
@@ -34,7 +32,6 @@ _LEFT, _RIGHT = 92.0, WIDTH - 16.0
 _ROW = 13.0
 _ROWS = 26
 _BARS = 500
-_MOST_LANES = 40
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
 FILLS: Mapping[Status, Fill] = {
@@ -57,9 +54,6 @@ _STATUSES: Mapping[AttemptEnd | None, Status] = {
 _LEGEND = 22.0
 _BREAK_LABEL = 90.0
 """The width that the label of such a time needs."""
-
-
-# ---------------------------------------------------------------------------------------------------- timeline
 
 
 @dataclass(frozen=True)
@@ -142,10 +136,10 @@ def _draw_ownerships(drawing: Drawing, clock: _Clock, ownerships: Sequence[Owner
     drawing.text((_LEFT - 8, 27), "runs", f"{SMALL} {END}")
     for ownership in ownerships:
         left, right = clock.at(ownership.began), clock.at(ownership.last)
-        said = f"epoch {ownership.epoch}: {ownership.owner}"
+        said = f"owner {ownership.term}: {ownership.owner}"
         drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Fill(GREY), title=said)
         name = ownership.owner.name if right - left > 7 * len(ownership.owner.name) + 30 else ""
-        label = f"{ownership.epoch} {name}".strip()
+        label = f"{ownership.term} {name}".strip()
         if right - left > 7 * len(label):
             drawing.text((left + 6, 27.5), label, f'{SMALL} font-weight="600"', "#fff")
 
@@ -178,8 +172,10 @@ def _statuses(attempts: Sequence[AttemptPeriod], report_input: ReportInput) -> M
 
 
 def _status_of(attempt: AttemptPeriod, trial: Trial) -> Status:
-    is_last = attempt.attempt == trial.attempt and trial.phase is Phase.FINISHED
-    return trial.status if attempt.end is AttemptEnd.FINISHED and is_last else _STATUSES[attempt.end]
+    """The last attempt of a trial that has ended has its status: a paused one is pruned if it was not promoted."""
+    is_last = attempt.attempt == trial.attempt and trial.phase in ENDED
+    has_ended_well = attempt.end in (AttemptEnd.FINISHED, AttemptEnd.PAUSED)
+    return trial.status if is_last and has_ended_well else _STATUSES[attempt.end]
 
 
 def _draw_legend(drawing: Drawing, y: float, shown: Collection[Status]) -> None:
@@ -228,7 +224,7 @@ def _draw_load(
     for left, right in left_at:
         for column in range(int(left - _LEFT), max(int(left - _LEFT) + 1, int(right - _LEFT))):
             columns[min(column, len(columns) - 1)] += 1
-    y = fitted([0, max(columns)], bottom, top + 6, may_be_log=False)
+    y = fitted([0, max(columns)], bottom, top + 6, is_log=False)
     draw_y_axis(drawing, Frame(_LEFT, top, _RIGHT, bottom), y, 4)
     outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, PALE))
@@ -251,79 +247,3 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"
     drawing.text((_RIGHT, y + 17), f"{ended:{pattern}}", f"{SMALL} {END}")
-
-
-# ----------------------------------------------------------------------------------------------------- lineage
-
-
-def lineage_chart(report_input: ReportInput) -> str | None:
-    """Draw each member of a population in the color of its weights' first member; None if no trial was cloned."""
-    clones = [each for each in report_input.history.clones if each.trial != each.source]
-    if not clones:
-        return None
-    names = _members(report_input, clones)
-    lanes = {name: 24 + index * 15.0 for index, name in enumerate(names)}
-    bottom = 24 + len(names) * 15.0
-    drawing = Drawing(WIDTH, bottom + 36)
-    most = max(each.step for each in report_input.trials)
-    x = fitted([0, max([most, *(each.at_step for each in clones)])], _LEFT, _RIGHT, may_be_log=False)
-    for place, said in x.ticks(10):
-        drawing.line([(place, 16), (place, bottom)], GRID)
-        drawing.text((place, bottom + 16), said, f"{SMALL} {MIDDLE}")
-    drawing.text((_RIGHT, bottom + 31), "step", f"{SMALL} {END}")
-    founders = _founders(names)
-    _draw_pieces(drawing, x.at, lanes, (_pieces(report_input, clones, founders), clones))
-    for name, y in lanes.items():
-        drawing.text((_LEFT - 8, y + 4), name[-13:], f'font-size="10" {END}')
-    return drawing.svg()
-
-
-def _members(report_input: ReportInput, clones: Sequence[Clone]) -> Sequence[str]:
-    """Return the trials that cloned or were cloned; of many, the best."""
-    part = {each.trial for each in clones} | {each.source for each in clones}
-    ranked = [each.trial for each in report_input.ranking if each.trial in part]
-    others = [each.trial for each in report_input.trials if each.trial in part and each.trial not in set(ranked)]
-    return sorted([*ranked, *others][:_MOST_LANES])
-
-
-def _founders(names: Sequence[str]) -> Mapping[str, str]:
-    return {name: INKS[index % len(INKS)] for index, name in enumerate(names)}
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A member's training between two exploits."""
-
-    trial: str
-    begin: float
-    end: float
-    ink: str
-
-
-def _pieces(report_input: ReportInput, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
-    """Cloned weights keep the color of the member that trained them first."""
-    inks, begins, pieces = dict(founders), dict.fromkeys(founders, 0.0), []
-    for clone in clones:
-        if clone.trial in inks:
-            pieces.append(_Piece(clone.trial, begins[clone.trial], clone.at_step, inks[clone.trial]))
-            inks[clone.trial] = inks.get(clone.source, GREY)
-            begins[clone.trial] = clone.step
-    steps = {each.trial: each.step for each in report_input.trials}
-    return [*pieces, *(_Piece(name, begins[name], steps[name], inks[name]) for name in founders)]
-
-
-def _draw_pieces(
-    drawing: Drawing,
-    at: Callable[[float], float],
-    lanes: Mapping[str, float],
-    pieces_and_clones: tuple[Sequence[_Piece], Sequence[Clone]],
-) -> None:
-    pieces, clones = pieces_and_clones
-    for each in clones:
-        if each.trial in lanes and each.source in lanes:
-            ends: list[Point] = [(at(each.step), lanes[each.source]), (at(each.at_step), lanes[each.trial])]
-            drawing.line(ends, Pen(GREY, 1, PALE))
-    for piece in pieces:
-        y = lanes[piece.trial]
-        drawing.line([(at(piece.begin), y), (at(piece.end), y)], Pen(piece.ink, 4, 0.85))
-    drawing.dots([(at(each.at_step), lanes[each.trial]) for each in clones if each.trial in lanes], Pen(RED, 5))

@@ -1,12 +1,12 @@
-"""Charts that compare trials: learning curves, parallel coordinates, importance, rungs, the Pareto front."""
+"""Charts that compare trials: learning curves, parallel coordinates, rungs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.core.schedulers.base import Exploit, Stop
 from prefect_tune.reporting.charts.axes import (
     END,
     MIDDLE,
@@ -17,7 +17,7 @@ from prefect_tune.reporting.charts.axes import (
     draw_y_axis,
     fitted,
 )
-from prefect_tune.reporting.charts.svg import BLUE, FAINT, GREY, INKS, ORANGE, PALE, Drawing, Fill, Pen, Point
+from prefect_tune.reporting.charts.svg import BLUE, FAINT, GREY, INKS, ORANGE, PALE, Drawing, Pen, Point
 from prefect_tune.reporting.curve_sampling import numbers_in
 from prefect_tune.reporting.number_format import format_number
 from prefect_tune.reporting.report_input import ReportInput, spread
@@ -28,7 +28,11 @@ _AXES = 8
 _LINES = 160
 _CATEGORIES = 12
 _DOTS = 160
-_BARS = 10
+_SMALL_COLUMNS = 3
+_SMALL_HEIGHT = 150
+_LONGEST_NAME = 36
+SMALL_CURVES = 12
+"""The most curves in a small panel."""
 _BEST = Pen(ORANGE, 2.4)
 _GOOD = Pen(BLUE, 1.6)
 _OTHERS = Pen(BLUE, 1, PALE)
@@ -40,29 +44,37 @@ _LABEL = 'font-size="10.5" font-weight="700"'
 
 
 def learning_curves(report_input: ReportInput) -> str | None:
-    """Draw a panel for each metric; None if nothing was reported."""
-    metrics = [
-        name
-        for name in report_input.history.metrics
-        if any(name in each for each in report_input.history.curves.values())
-    ]
-    if not metrics:
-        return None
+    """Draw a panel for each metric, a small one for each that is not of the objective; None if nothing was reported."""
+    history = report_input.history
+    metrics, others = (
+        [name for name in names if any(name in each for each in history.curves.values())]
+        for names in (history.metrics, history.others)
+    )
     columns = 1 if len(metrics) == 1 else 2
     height = 300 if columns == 1 else 230
-    drawing = Drawing(WIDTH, height * -(-len(metrics) // columns))
+    bottom = height * -(-len(metrics) // columns)
+    drawing = Drawing(WIDTH, bottom + _SMALL_HEIGHT * -(-len(others) // _SMALL_COLUMNS))
     for index, name in enumerate(metrics):
         left, top = WIDTH / columns * (index % columns), height * (index // columns)
         right = left + WIDTH / columns - (70 if columns == 1 else 56)
         _curves(drawing, Frame(left + 62, top + 26, right, top + height - 42), report_input, name)
-    return drawing.svg()
+    for index, name in enumerate(others):
+        left = WIDTH / _SMALL_COLUMNS * (index % _SMALL_COLUMNS)
+        top = bottom + _SMALL_HEIGHT * (index // _SMALL_COLUMNS)
+        frame = Frame(left + 62, top + 26, left + WIDTH / _SMALL_COLUMNS - 12, top + _SMALL_HEIGHT - 36)
+        _curves(drawing, frame, report_input, name, is_small=True)
+    return drawing.svg() if metrics or others else None
 
 
-def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: str) -> None:
+def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: str, *, is_small: bool = False) -> None:
     curves = {trial: each[metric] for trial, each in report_input.history.curves.items() if each.get(metric)}
-    x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, may_be_log=False)
+    if is_small and len(curves) > SMALL_CURVES:
+        first = [each.trial for each in spread(report_input.ranking, SMALL_CURVES) if each.trial in curves]
+        curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:SMALL_CURVES]}
+    x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, is_log=False)
+    x = replace(x, is_whole=True)
     y = fitted([value for each in curves.values() for _, value in each], frame.bottom, frame.top, room=0.03)
-    draw_axes(drawing, frame, x, y, ("step", metric))
+    draw_axes(drawing, frame, x, y, ("step", metric[-_LONGEST_NAME:]))
     lines = {trial: [(x.at(step), y.at(value)) for step, value in each] for trial, each in curves.items()}
     ranked = [each.trial for each in report_input.ranking if each.trial in lines]
     best = [each.trial for each in report_input.best if each.trial in lines]
@@ -75,7 +87,8 @@ def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: s
     drawing.lines([lines[each] for each in named], _GOOD)
     drawing.lines([lines[each] for each in best], _BEST if len(best) == 1 else Pen(ORANGE, 1.5, 0.8))
     drawing.dots([line[-1] for line in lines.values() if len(line) == 1], Pen(BLUE, 4, PALE))
-    _name_ends(drawing, frame, [(each, lines[each][-1], each in best) for each in [*best[:1], *named]])
+    if not is_small:
+        _name_ends(drawing, frame, [(each, lines[each][-1], each in best) for each in [*best[:1], *named]])
 
 
 def _name_ends(drawing: Drawing, frame: Frame, ends: Sequence[tuple[str, Point, bool]]) -> None:
@@ -135,9 +148,11 @@ def parallel_coordinates(report_input: ReportInput) -> str | None:
 
 
 def _axes(report_input: ReportInput, frame: Frame) -> Iterator[_Axis]:
-    order = list(report_input.importances) or list(report_input.cells)
     names = [each.trial for each in report_input.trials]
-    found = (_axis(name, dict(zip(names, report_input.cells[name], strict=True)), frame) for name in order)
+    found = (
+        _axis(name, dict(zip(names, values, strict=True)), frame, is_log=report_input.is_log(name))
+        for name, values in report_input.cells.items()
+    )
     yield from [axis for axis in found if axis is not None][: _AXES - 1]
     for metric in report_input.objective.metrics if report_input.objective else ():
         values: dict[str, object] = {
@@ -147,12 +162,12 @@ def _axes(report_input: ReportInput, frame: Frame) -> Iterator[_Axis]:
             yield axis
 
 
-def _axis(name: str, values: Mapping[str, object], frame: Frame) -> _Axis | None:
+def _axis(name: str, values: Mapping[str, object], frame: Frame, *, is_log: bool | None = None) -> _Axis | None:
     """Return the axis of a parameter; None for text with too many different values."""
     there = [each for each in values.values() if each is not None]
     numbers = numbers_in({str(index): each for index, each in enumerate(there)})
     if there and len(numbers) == len(there) and len(set(there)) > 3:
-        return _Axis(name, values, numbers=fitted(list(numbers.values()), frame.bottom, frame.top))
+        return _Axis(name, values, numbers=fitted(list(numbers.values()), frame.bottom, frame.top, is_log=is_log))
     categories = sorted(set(map(_category, there)), key=float if len(numbers) == len(there) else None)
     return _Axis(name, values, categories=categories) if 0 < len(categories) <= _CATEGORIES else None
 
@@ -185,32 +200,16 @@ def _label(category: str) -> str:
         return category[:14]
 
 
-# -------------------------------------------------------------------------------------- parameter importance
-
-
-def importance_chart(report_input: ReportInput) -> str | None:
-    """Draw a bar for each parameter; None with too few trials to say anything."""
-    shares = list(report_input.importances.items())[:_BARS]
-    if len(shares) < 2:
-        return None
-    left, right, row = 220.0, WIDTH - 90.0, 24
-    drawing = Drawing(WIDTH, row * len(shares) + 18)
-    for index, (name, share) in enumerate(shares):
-        y = 8 + index * row
-        drawing.text((left - 10, y + 12), name[-32:], f"{SMALL} {END}")
-        drawing.bar((left, y), (right - left, 15), Fill(GREY, opacity=FAINT))
-        drawing.bar((left, y), ((right - left) * share, 15), Fill(BLUE if index else ORANGE))
-        drawing.text((right + 8, y + 12), f"{share:.0%}", SMALL)
-    return drawing.svg()
-
-
 # -------------------------------------------------------------------------------------------------- the rungs
 
 
 def rung_chart(report_input: ReportInput) -> str | None:
-    """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs."""
+    """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs.
+
+    A population has none: there trials exploit others, and all continue.
+    """
     rungs = _rungs(report_input)
-    if report_input.objective is None or not rungs or len(rungs) > 12 or report_input.history.clones:
+    if report_input.objective is None or not rungs or len(rungs) > 12:
         return None
     drawing, frame = Drawing(WIDTH, 290), Frame(62, 44, WIDTH - 20, 250)
     metric = report_input.objective.metrics[0]
@@ -229,6 +228,8 @@ def rung_chart(report_input: ReportInput) -> str | None:
 
 def _rungs(report_input: ReportInput) -> Mapping[int, Sequence[tuple[float, bool]]]:
     """Return, for each rung's step, the metric of each trial and whether the trial continued."""
+    if any(isinstance(each.decision, Exploit) for trial in report_input.trials for each in trial.past):
+        return {}
     metric = report_input.objective.metrics[0] if report_input.objective else ""
     rungs: dict[int, list[tuple[float, bool]]] = {}
     for trial in report_input.trials:
@@ -259,35 +260,3 @@ def _draw_rung(
 def _jitter(index: int) -> float:
     """From -1 to 1, evenly, and the same each time: the golden ratio leaves no two close to each other."""
     return 2 * (index * 0.618033988749895 % 1) - 1
-
-
-# ------------------------------------------------------------------------------------------------------- front
-
-
-def front_chart(report_input: ReportInput) -> str | None:
-    """Draw the first metric against each other one, and the Pareto front; None with one metric."""
-    objective = report_input.objective
-    if objective is None or len(objective.metrics) < 2 or not report_input.ranking:
-        return None
-    panels = min(2, len(objective.metrics) - 1)
-    drawing = Drawing(WIDTH, 320)
-    for index in range(panels):
-        left = WIDTH / panels * index
-        frame = Frame(left + 66, 28, left + WIDTH / panels - 24, 276)
-        _draw_front(drawing, frame, report_input, (objective.metrics[0], objective.metrics[index + 1]))
-    return drawing.svg()
-
-
-def _draw_front(drawing: Drawing, frame: Frame, report_input: ReportInput, metrics: tuple[str, str]) -> None:
-    best = {each.trial for each in report_input.best}
-    drawn = best | {each.trial for each in spread(report_input.ranking, _DOTS)}
-    compared = {each.trial: report_input.compared(each.trial) for each in report_input.trials if each.trial in drawn}
-    places = {trial: [values[name] for name in metrics] for trial, values in compared.items()}
-    x = fitted([each[0] for each in places.values()], frame.left, frame.right, room=0.03)
-    y = fitted([each[1] for each in places.values()], frame.bottom, frame.top, room=0.05)
-    draw_axes(drawing, frame, x, y, metrics)
-    points = {trial: (x.at(each[0]), y.at(each[1])) for trial, each in places.items()}
-    drawing.dots([point for trial, point in points.items() if trial not in best], Pen(BLUE, 6, PALE))
-    on_front = sorted(points[trial] for trial in best)
-    drawing.line(on_front, Pen(ORANGE, 1.4, 0.8))
-    drawing.dots(on_front, Pen(ORANGE, 7))

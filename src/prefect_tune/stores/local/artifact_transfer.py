@@ -28,7 +28,6 @@ from prefect_tune.core.checkpoints.exclude_patterns import is_excluded
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
-    CheckpointNotFound,
     InvalidInput,
     ObjectNotFound,
     StoreUnavailable,
@@ -252,6 +251,7 @@ def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes
     index (not written by prefect-tune) every file is downloaded, and only its size is checked.
 
     Raises:
+        CheckpointNotFound: the target has no files there; a `FileNotFoundError` too.
         CheckpointCorrupt: bytes are missing or altered; the local file is not changed.
         InvalidInput: a local link or file has the name of a folder, or a folder that of a file.
     """
@@ -289,11 +289,7 @@ def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFil
 
 
 def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
-    try:
-        theirs = plain_tree(store, folder).files
-    except CheckpointNotFound:
-        return  # the target has no files there
-    for each in theirs:
+    for each in plain_tree(store, folder).files:
         if is_excluded(each.path, excludes):
             continue
         data = bytes(store.read(joined(folder, each.path)))

@@ -11,10 +11,10 @@ from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
+from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.checks.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.terminal.formatting import visible
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 

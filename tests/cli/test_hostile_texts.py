@@ -1,0 +1,108 @@
+"""Every output of the command line, for a journal whose texts control a terminal and reorder a line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.cli.shared.app import COMMANDS
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal_events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Described,
+    Event,
+    GaveUp,
+    Owner,
+    Reported,
+    Started,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from tests.fakes.checkpoints import committed, write
+from tests.fakes.command_line import Run
+from tests.fakes.untrusted import HOSTILE, require_visible
+
+CALLS = {
+    "ls": [["ls", "{target}"]],
+    "show": [["show", "{target}", "e"], ["show", "{target}", "e", "--trial", "errored"]],
+    "report": [
+        ["report", "{target}", "e"],
+        ["report", "{target}", "e", "--output", "{folder}/page.html"],
+        ["report", "{target}", "e", "--output", "{folder}/page.md"],
+    ],
+    "checkpoints": [["checkpoints", "{target}", "e"]],
+    "verify": [["verify", "{target}", "e"]],
+    "export": [["export", "{target}", "e", "{folder}/out"]],
+    "gc": [["gc", "{target}", "e"]],
+    "stop": [["stop", "{target}", "e", "--trial", "errored"]],
+    "delete": [["delete", "{target}", "e", "--yes", "--even-if-running"]],
+}
+SHOW_NO_TEXT_OF_A_TARGET = {"demo", "blocks", "run", "deploy"}
+SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
+"""Of a flow: see `tests/suspension/test_hostile_texts.py` and `tests/core/test_visible_texts.py`."""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    make_root(tmp_path / "target")
+    store, stamps = PosixStore(tmp_path / "target"), (Stamp(write_id=f"w{number}", at="now") for number in count())
+    state = take_over(store, "e", Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps), side_by_side=map)
+
+    def record(*events: Event) -> None:
+        nonlocal state
+        state = append(store, state, events, next(stamps))
+
+    settings = {"metric": ["loss", HOSTILE], "mode": "min", "note": HOSTILE, "space": {HOSTILE: HOSTILE}}
+    record(Described(settings=settings))
+    for number, name in enumerate(("errored", "running", "lost")):
+        record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
+        record(Started(trial=name, attempt=1, from_step=0))
+        metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
+        key = CheckpointKey(trial=TrialKey(experiment="e", trial=name), step=1, sequence=state.number)
+        committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
+        ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
+        record(Reported(trial=name, report=StepReport(step=1, metrics=metrics)), Committed(trial=name, checkpoint=ref))
+    record(GaveUp(trial="errored", cause=Cause.USER, message=f"ValueError: {HOSTILE}\nTraceback\n{HOSTILE}"))
+    record(AttemptEnded(trial="lost", cause=Cause.MACHINE, message=HOSTILE))
+    record(StopAsked(reason=HOSTILE, request="r"))
+    manifest = next((tmp_path / "target" / "e" / "trials" / "lost" / "checkpoints").rglob("*.json"))
+    manifest.write_text(f"{{{HOSTILE}")
+    return tmp_path / "target"
+
+
+def test_every_command_is_in_one_of_these_lists() -> None:
+    named = {name for names in COMMANDS.values() for name in names}
+    assert named == {*CALLS, *SHOW_NO_TEXT_OF_A_TARGET, *SHOW_LOG_LINES_AND_ERRORS}
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_no_text_of_a_target_controls_what_reads_an_output(
+    command: str, run: Run, target: Path, tmp_path: Path
+) -> None:
+    for call in CALLS[command]:
+        done = run(*(each.format(target=target, folder=tmp_path) for each in call))
+        require_visible(done.out + done.err)
+        for page in tmp_path.glob("page.*"):
+            require_visible(page.read_text())
+            pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page.read_text())
+            assert pictures
+            for svg in pictures:
+                require_visible(base64.b64decode(svg).decode())
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "report", "checkpoints"])
+def test_json_has_the_text_as_it_is_in_escapes(command: str, run: Run, target: Path) -> None:
+    out = run(command, target, *(["e"] if command != "ls" else []), "--json").out
+    require_visible(out)
+    assert json.dumps(HOSTILE)[1:-1] in out
