@@ -53,7 +53,7 @@ PREFECTS := oldest newest
 PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' pyproject.toml).0"
 PREFECT_newest = --upgrade "prefect>=3,<4"
 # What hangs on Prefect most: suspend, forms, retries, deployments, calls, artifacts, assets, the server of a script.
-PREFECT_TESTS := tests/prefect_api tests/suspension tests/deploy tests/cli/search/test_deploy.py \
+PREFECT_TESTS := tests/prefect_api tests/test_testing.py tests/suspension tests/deploy tests/cli/search/test_deploy.py \
 	tests/monitoring/test_live_report.py tests/flows/resuming/test_last_form.py tests/flows/resuming/test_asking_here.py \
 	tests/flows/resuming/test_suspension.py tests/flows/deployments/test_deployed.py tests/flows/resuming/test_extending.py
 
@@ -97,7 +97,7 @@ deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
 # A venv of its own: the tests of the frameworks that the lock does not hold.
-integrations:  ## PyTorch, Lightning, Hugging Face, Keras, trees: kill the examples
+integrations:  ## PyTorch, Lightning, Hugging Face, Keras, trees: kill the examples; the clouds' credential blocks
 	@$(MAKE) --no-print-directory VENV=$(VENV)-integrations $(VENV)-integrations/.integrations
 	$(VENV)-integrations/bin/python -m pytest -n 0 -m integrations --timeout 3600
 

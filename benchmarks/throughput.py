@@ -1,8 +1,9 @@
 """The same search with prefect-tune and with Ray Tune, in turns: trials and reports a second, delays, CPU time.
 
-    python -m benchmarks.throughput --ray PYTHON [--write] [--rounds 3]
+    python -m benchmarks.throughput --ray PYTHON [--extras PYTHON] [--write] [--rounds 3]
 
-PYTHON is an interpreter with `ray[tune]` and nothing of ours. Each search is a process of its own
+The first PYTHON is an interpreter with `ray[tune]` and nothing of ours; the other has this package with its extras, the
+clouds' among them, whose cost at import is measured too. Each search is a process of its own
 (`peers/ours.py`, `peers/ray_tune.py`), on a local directory, two trials at a time, with what each has for defaults, but
 for Ray's `reuse_actors=True`, without which each of its trials costs a process. What they leave is removed at the
 end: ext4 looks past every inode that was freed in the last minutes, and would make each search slower than the last.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
-from benchmarks.measuring.tables import circumstances, table, version_in, write
+from benchmarks.measuring.tables import circumstances, extras_in, table, version_in, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 600
@@ -205,14 +206,14 @@ def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
     return f"**{title}**\n\n{table(['', 'prefect-tune', 'Ray Tune', 'ahead by'], rows)}"
 
 
-def _imports(ours: str, ray: str, environment: Mapping[str, str]) -> str:
-    statements = [
-        (ours, "import prefect_tune"),
-        (ours, "import prefect_tune; prefect_tune.tune"),
-        (ours, "import prefect"),
-        (ray, "from ray import tune"),
+def _imports(ours: Sequence[str], ray: str, environment: Mapping[str, str]) -> str:
+    begin = "import prefect_tune"
+    statements = [(each, what) for each in ours for what in (begin, f"{begin}; prefect_tune.tune", "import prefect")]
+    extras = {python: f", extras: {', '.join(extras_in(python))}" for python in ours}
+    rows = [
+        [f"`{what}`{extras.get(python, '')}", *_import_cost(python, what, environment)]
+        for python, what in [*statements, (ray, "from ray import tune")]
     ]
-    rows = [[f"`{what}`", *_import_cost(python, what, environment)] for python, what in statements]
     return table(["import", "CPU s", "MiB"], rows)
 
 
@@ -235,6 +236,7 @@ def _import_cost(python: str, what: str, environment: Mapping[str, str]) -> list
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", required=True, metavar="PYTHON", help="an interpreter that has ray[tune]")
+    parser.add_argument("--extras", nargs="+", default=[], metavar="PYTHON", help="interpreters with other extras")
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -253,7 +255,7 @@ def _main() -> None:
         with prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
             rows = _compared(served, cluster, works[0], asked.rounds, room)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
-        parts.append(_imports(sys.executable, asked.ray, environment))
+        parts.append(_imports([sys.executable, *asked.extras], asked.ray, environment))
     versions = f"{circumstances('prefect', 'pydantic')[:-1]}, ray {version_in(asked.ray, 'ray')}."
     parts.append(f"Medians of {asked.rounds} rounds. {versions}")
     text = "\n\n".join(parts)

@@ -1,41 +1,58 @@
 """Optional fields for the credential blocks of prefect-aws, prefect-gcp and prefect-azure.
 
-Each of these packages takes over a second of CPU to import, so it is imported only if it is installed. If it is not,
-the field accepts no value, and its error names the package to install.
+Each of these packages takes seconds of CPU time to import, so a field only names its blocks: the package is imported
+when such a block is given, or when the form of the target is drawn. If it is not installed, the field accepts no value,
+and its error names the package to install.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from prefect.blocks.core import Block
-from pydantic import BeforeValidator
+from pydantic import GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.aws_environment import S3Access, S3Keys, session_keys
 
 
-def _refusal(package: str) -> Callable[[object], None]:
-    def refuse(value: object) -> None:
-        if value is not None:
+@dataclass(frozen=True)
+class NamedBlocks:
+    """The annotation of a field that holds one of these blocks of a package, or None."""
+
+    package: str
+    names: tuple[str, ...]
+
+    @cache  # noqa: B019  there are three of them
+    def imported(self) -> Any:
+        """Import the package and return the type of the field; None if the package is not installed."""
+        module = self.package.replace("-", "_")
+        annotation: Any = None
+        for name in self.names if find_spec(module) else ():
+            annotation = annotation | getattr(import_module(module), name)
+        return annotation
+
+    def _validate(self, value: object) -> object:
+        if value is None:
+            return None
+        if (annotation := self.imported()) is None:
+            package = self.package
             raise ValueError(f"a credentials block needs {package}, which is not installed: pip install {package}")
+        return TypeAdapter(annotation).validate_python(value)
 
-    return refuse
+    def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
 
-
-def _blocks(package: str, *names: str) -> Any:
-    """Return the type of an optional field for these blocks; a type that refuses all values without `package`."""
-    module = package.replace("-", "_")
-    if find_spec(module) is None:
-        return Annotated[None, BeforeValidator(_refusal(package))]
-    annotation: Any = None
-    for name in names:
-        annotation = annotation | getattr(import_module(module), name)
-    return annotation
+    def __get_pydantic_json_schema__(self, _schema: object, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(TypeAdapter(self.imported()).core_schema)
 
 
 if TYPE_CHECKING:
@@ -43,9 +60,17 @@ if TYPE_CHECKING:
     GcpBlock: TypeAlias = Block | None
     AzureBlock: TypeAlias = Block | None
 else:
-    AwsBlock = _blocks("prefect-aws", "AwsCredentials", "MinIOCredentials")
-    GcpBlock = _blocks("prefect-gcp", "GcpCredentials")
-    AzureBlock = _blocks("prefect-azure", "AzureBlobStorageCredentials")
+    AwsBlock = Annotated[Any, NamedBlocks("prefect-aws", ("AwsCredentials", "MinIOCredentials"))]
+    GcpBlock = Annotated[Any, NamedBlocks("prefect-gcp", ("GcpCredentials",))]
+    AzureBlock = Annotated[Any, NamedBlocks("prefect-azure", ("AzureBlobStorageCredentials",))]
+
+
+def import_named_blocks(model: type[Block]) -> None:
+    """Import the blocks that `model` names, where Prefect looks for their types."""
+    for field in model.model_fields.values():
+        for named in field.metadata:
+            if isinstance(named, NamedBlocks):
+                field.annotation = named.imported()
 
 
 def s3_access(block: Any) -> S3Access:

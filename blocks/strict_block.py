@@ -7,16 +7,21 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from prefect.blocks.core import Block, schema_extra
-from pydantic import ConfigDict, HttpUrl, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, HttpUrl, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from prefect_tune.blocks.credentials import import_named_blocks
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 
-FILES_LOGO = HttpUrl(
-    "https://raw.githubusercontent.com/PrefectHQ/prefect/"
-    "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/block-logos/filesystem.png"
-)
+
+def block_logo(name: str) -> HttpUrl:
+    """Return the address of a logo that Prefect's own blocks refer to."""
+    revision = "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9"
+    return HttpUrl(f"https://raw.githubusercontent.com/PrefectHQ/prefect/{revision}/assets/block-logos/{name}.png")
+
+
+FILES_LOGO = block_logo("filesystem")
 """As the other blocks' logos one that the Prefect UI shows for the same service."""
 
 # Prefect adds these keys to the fields, in block documents and in dumps.
@@ -24,6 +29,7 @@ _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_docum
 
 
 def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
+    import_named_blocks(model)
     schema_extra(schema, model)
     required = schema.get("required", ())
     last = getattr(model, "_shown_last", ())
@@ -48,6 +54,21 @@ class StrictBlock(Block, ABC):
             # from None: the cause would print the input, secrets included
             raise InvalidInput(_in_one_line(type(self).__name__, error)) from None
 
+    @classmethod
+    def __dispatch_key__(cls) -> str:
+        """Return what Prefect computes from the whole schema, which would import every block that a field names."""
+        return cls.get_block_type_slug()
+
+    @classmethod
+    def register_type_and_schema(cls, *args: Any, **options: Any) -> Any:
+        import_named_blocks(cls)  # Prefect registers them first
+        return super().register_type_and_schema(*args, **options)
+
+    @classmethod
+    async def aregister_type_and_schema(cls, *args: Any, **options: Any) -> None:
+        import_named_blocks(cls)
+        await super().aregister_type_and_schema(*args, **options)
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, values: Any) -> Any:
@@ -66,6 +87,9 @@ class StrictBlock(Block, ABC):
     def _left_empty(cls, name: str, value: object) -> bool:
         """Whether an optional text field was left empty in a form: Prefect then sends "", which here means None."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        return list(BaseModel.__repr_args__(self))  # Prefect draws the block's form here, to leave out unknown fields
 
     @property
     def saved_name(self) -> str | None:

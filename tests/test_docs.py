@@ -54,6 +54,7 @@ MAINTAIN = ROOT / "docs" / "maintain.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
 OWN_FLOWS = ROOT / "docs" / "own-flows.md"
+TESTING = ROOT / "docs" / "testing.md"
 TESTED = {
     README: {"python", "bash"},
     START: {"python", "bash"},
@@ -81,6 +82,7 @@ TESTED = {
     DEPLOYMENTS: {"python", "bash", "json", "toml"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
+    TESTING: {"python"},
     TRUST: {"text"},  # in tests/flows/searching/test_trust.py
 }
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
@@ -159,6 +161,25 @@ def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefec
     for _ in range(40):
         x *= 0.9  # as without the kill
     assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
+
+
+def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
+    for name, block in zip(["conftest.py", "test_search.py"], blocks_of(TESTING), strict=True):
+        (tmp_path / name).write_text(block.code)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Starting a Prefect server" not in done.stdout + done.stderr
 
 
 def test_the_page_on_automations_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -74,7 +76,7 @@ def test_the_rooms_are_found_from_any_directory_and_a_users_own_do_not_shadow_th
 
 def test_the_entry_points_lead_somewhere() -> None:
     (collection,) = entry_points(group="prefect.collections", name="prefect_tune")
-    assert collection.load() is import_module("prefect_tune.blocks")
+    assert collection.load() is import_module("prefect_tune.blocks.collection")
     (script,) = entry_points(group="console_scripts", name="prefect-tune")
     assert callable(script.load())
 
@@ -86,6 +88,19 @@ def test_opening_the_front_door_imports_nothing_heavy(tmp_path: Path) -> None:
     ours = {name for name in imported if name.startswith("prefect_tune")}
     assert ours == {"prefect_tune", "prefect_tune.registry"}
     assert len(imported) < 10
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [(), pytest.param(("prefect_aws", "prefect_gcp", "prefect_azure", "torch"), marks=pytest.mark.integrations)],
+)
+def test_the_flows_import_few_modules_whatever_is_installed(tmp_path: Path, extras: Sequence[str]) -> None:
+    assert [name for name in extras if find_spec(name) is None] == []
+    code = "import sys; from prefect import flow, task; before = {*sys.modules}; import prefect_tune; prefect_tune.tune"
+    imported = python(f"{code}; print(*{{*sys.modules}} - before)", cwd=tmp_path).split()
+    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert packages == {"prefect_tune", "prefect", "pydantic", "blake3"}
+    assert len(imported) < 350  # 285 in November 2026; with prefect-aws, -gcp and -azure it had been 1,927
 
 
 def test_listing_the_front_door_imports_nothing_either(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["README", "circumstances", "table", "version_in", "write"]
+__all__ = ["README", "circumstances", "extras_in", "table", "version_in", "write"]
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -26,13 +27,33 @@ def circumstances(*packages: str) -> str:
     when = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    return f"{when}, {os.cpu_count()} cores ({platform.machine()}), load average at the end {load}; {versions}."
+    extras = ", ".join(extras_in(sys.executable)) or "none"
+    machine = f"{os.cpu_count()} cores ({platform.machine()})"
+    return f"{when}, {machine}, load average at the end {load}; {versions}; extras installed: {extras}."
 
 
 def version_in(python: str, package: str) -> str:
     """Return the version of a package of another interpreter."""
     command = [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+_EXTRAS = """
+import re
+from importlib.metadata import distributions, metadata
+found = metadata("prefect-tune")
+present = {re.sub("[-_.]+", "-", each.name).lower() for each in distributions()}
+needed = {extra: set() for extra in found.get_all("Provides-Extra")}
+for requirement in found.get_all("Requires-Dist"):
+    for extra in re.findall("extra == .([a-z]+)", requirement):
+        needed[extra].add(re.match("[A-Za-z0-9-]+", requirement)[0])
+print(*sorted(extra for extra, names in needed.items() if names <= present))
+"""
+
+
+def extras_in(python: str) -> Sequence[str]:
+    """Return the extras of this package whose requirements an interpreter has."""
+    return subprocess.run([python, "-c", _EXTRAS], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
 def write(section: str, text: str, readme: Path = README) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
+from prefect_tune.blocks.strict_block import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.stores.locations.open_location import Client, Location
 
@@ -28,9 +29,7 @@ class AzureTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "Azure Target"
     _block_type_slug: ClassVar[str | None] = "azure-target"
-    _logo_url: ClassVar[HttpUrl | None] = HttpUrl(
-        "https://cdn.sanity.io/images/3ugk85nk/production/54e3fa7e00197a4fbd1d82ed62494cb58d08c96a-250x250.png"
-    )
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("microsoft-azure")
     _client: ClassVar[Client | None] = Client.AZURE
 
     container: str = Field(description="The container's name.")

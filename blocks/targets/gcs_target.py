@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import GcpBlock, gcp_key
+from prefect_tune.blocks.strict_block import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.stores.locations.open_location import Client
 
@@ -32,9 +33,7 @@ class GcsTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "GCS Target"
     _block_type_slug: ClassVar[str | None] = "gcs-target"
-    _logo_url: ClassVar[HttpUrl | None] = HttpUrl(
-        "https://cdn.sanity.io/images/3ugk85nk/production/10424e311932e31c477ac2b9ef3d53cefbaad708-250x250.png"
-    )
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("googlecloud")
     _client: ClassVar[Client | None] = Client.GCS
 
     bucket: str = Field(description="The bucket's name, without 'gs://'.")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AwsBlock, endpoint_in, s3_access, static_keys
+from prefect_tune.blocks.strict_block import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
@@ -32,9 +33,7 @@ class S3Target(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "S3 Target"
     _block_type_slug: ClassVar[str | None] = "s3-target"
-    _logo_url: ClassVar[HttpUrl | None] = HttpUrl(
-        "https://cdn.sanity.io/images/3ugk85nk/production/d74b16fe84ce626345adf235a47008fea2869a60-225x225.png"
-    )
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("aws")
     _client: ClassVar[Client | None] = Client.S3
 
     bucket: str = Field(description="The bucket's name, without 's3://'.")

@@ -1,10 +1,9 @@
-"""Credential blocks of other packages, where they are installed (extras `aws`, `gcp`, `azure`)."""
+"""Credential blocks of other packages (extras `aws`, `gcp`, `azure`)."""
 
 from __future__ import annotations
 
 import json
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,9 @@ from tests.blocks.conftest import KEYS, SHORT, load, save
 from tests.fakes.servers.canned_http import answering, s3_error
 from tests.fakes.servers.gcs_server import gcs_server, service_account
 
-
-def _needs(package: str) -> pytest.MarkDecorator:
-    # a mark, because a fixture would skip only after a Prefect server has been started
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+pytestmark = pytest.mark.integrations
 
 
-@_needs("prefect_aws")
 class TestAws:
     @pytest.fixture
     def aws(self) -> Any:
@@ -77,7 +72,6 @@ class TestAws:
         assert within.upload_dir.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
 
 
-@_needs("prefect_gcp")
 class TestGcp:
     @pytest.fixture
     def gcp(self) -> Any:
@@ -96,7 +90,6 @@ class TestGcp:
             assert target.check().ok
 
 
-@_needs("prefect_azure")
 class TestAzure:
     @pytest.fixture
     def azure(self) -> Any:

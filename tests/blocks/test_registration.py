@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +185,70 @@ def test_the_command_registers_every_block_with_a_remote_server(prefect_server: 
         assert kind.get_block_type_name() in done.stdout
 
 
-def test_the_collection_that_prefect_loads_is_this_module() -> None:
-    from importlib.metadata import entry_points
+def test_the_collection_that_prefect_loads_registers_the_blocks_of_a_target_before_it(tmp_path: Path) -> None:
+    (entry,) = entry_points(group="prefect.collections", name="prefect_tune")
+    lines = [f"import prefect_tune.blocks, {entry.value}", "print(*get_registry_for_type(Block))"]
+    order = _with_fake_aws(tmp_path, *lines).split()
+    expected = ["aws-credentials", "minio-credentials", "s3-target", "sync-config"]
+    assert [slug for slug in order if slug in expected] == expected
 
-    (found,) = [entry for entry in entry_points(group="prefect.collections") if entry.name == "prefect_tune"]
-    assert found.load() is blocks
+
+_FAKE_AWS = """
+from prefect.blocks.core import Block
+class AwsCredentials(Block): _block_type_slug = "aws-credentials"
+class MinIOCredentials(Block): _block_type_slug = "minio-credentials"
+"""
 
 
-@pytest.mark.skipif(find_spec("prefect_aws") is not None, reason="prefect-aws imports boto3")
-def test_importing_the_blocks_imports_no_client_of_any_storage() -> None:
-    clients = ["boto3", "botocore", "obstore", "pyarrow", "gcsfs", "s3fs", "adlfs", "paramiko"]
-    code = f"import sys, prefect_tune.blocks; print([name for name in {clients} if name in sys.modules])"
+def _with_fake_aws(folder: Path, *lines: str) -> str:
+    """Run the lines in a process that finds this package as prefect-aws; return its output."""
+    (folder / "prefect_aws.py").write_text(_FAKE_AWS)
+    begin = [
+        "import sys",
+        f"sys.path.insert(0, {str(folder)!r})",
+        "from prefect.blocks.core import Block",
+        "from prefect.utilities.dispatch import get_registry_for_type",
+    ]
+    code = "\n".join([*begin, *lines])
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_CLIENTS = ("adlfs", "aiobotocore", "boto3", "botocore", "gcsfs", "obstore", "paramiko", "prefect_aws", "prefect_azure")
+_CLIENTS += ("prefect_gcp", "pyarrow", "s3fs")
+
+
+@pytest.mark.parametrize(
+    ("line", "imported"),
+    [
+        ("import prefect_tune.blocks", []),
+        ("import prefect_tune as pt; pt.tune; pt.durable_trainable; pt.resume", []),
+        ("import prefect_tune as pt; repr(pt.S3Target(bucket='runs'))", []),
+        ("from prefect_tune import S3Target as S3; S3(bucket='runs', credentials={})", ["prefect_aws"]),
+        ("from prefect_tune import S3Target as S3; S3.model_json_schema()", ["prefect_aws"]),
+    ],
+)
+def test_the_packages_of_credentials_are_imported_for_a_block_or_a_form_only(
+    line: str, imported: list[str], tmp_path: Path
+) -> None:
+    shown = _with_fake_aws(tmp_path, line, f"print([name for name in {_CLIENTS} if name in sys.modules])")
+    assert ast.literal_eval(shown) == imported
+
+
+def test_a_form_refers_to_the_blocks_of_its_credentials(tmp_path: Path) -> None:
+    shown = _with_fake_aws(
+        tmp_path,
+        "import json; from prefect_tune.blocks import S3Target, SyncConfig",
+        "print(json.dumps([SyncConfig.model_json_schema(), S3Target.model_json_schema()]))",
+    )
+    sync, target = json.loads(shown)
+    references = [each["block_type_slug"] for each in target["block_schema_references"]["credentials"]]
+    assert references == ["aws-credentials", "minio-credentials"]
+    assert [kind.get("$ref", "null") for kind in target["properties"]["credentials"]["anyOf"]] == [
+        "#/definitions/AwsCredentials",
+        "#/definitions/MinIOCredentials",
+        "null",
+    ]
+    assert {"AwsCredentials", "MinIOCredentials"} <= target["definitions"].keys() & sync["definitions"].keys()

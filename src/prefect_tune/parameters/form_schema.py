@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
-from pydantic import WithJsonSchema
+from pydantic import ConfigDict, WithJsonSchema, create_model
 from pydantic.json_schema import JsonSchemaValue
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -118,8 +118,15 @@ def _target() -> _Schema:
 
 
 def _sync() -> _Schema:
-    fields = dict(SyncConfig.model_json_schema()["properties"])
-    fields["upload_dir"] = {**fields["upload_dir"], "anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    target = {"anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    known: dict[str, Any] = {
+        # the schema of the blocks of targets would import the credential blocks of other packages
+        name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else each.annotation, each)
+        for name, each in SyncConfig.model_fields.items()
+    }
+    model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
+    drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
+    fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
     options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 

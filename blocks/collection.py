@@ -1,0 +1,22 @@
+"""What Prefect loads of this package (`prefect.collections`): its blocks, after the credential blocks that they name.
+
+A Prefect server registers blocks in the order of Prefect's registry, and refuses one that refers to a type which it
+does not know yet. The servers and workers that load this have every installed integration imported anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect.blocks.core import Block
+from prefect.utilities.dispatch import get_registry_for_type
+
+from prefect_tune.blocks.credentials import import_named_blocks
+from prefect_tune.blocks.sync_config import SyncConfig
+from prefect_tune.blocks.targets import TARGET_TYPES
+
+_registry = get_registry_for_type(Block) or {}
+_KINDS: Sequence[type[Block]] = (*TARGET_TYPES, SyncConfig)
+for _kind in _KINDS:
+    import_named_blocks(_kind)
+    _registry[_kind.get_block_type_slug()] = _registry.pop(_kind.get_block_type_slug())

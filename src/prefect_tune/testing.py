@@ -1,0 +1,96 @@
+"""Run searches in unit tests without a Prefect server, in less than a second.
+
+The body of a flow of this package runs as ever (journal, checkpoints, trials, schedulers, callbacks), in a flow run
+that no server knows. Each request to Prefect's API fails at once, which the flows treat as an outage; no event is sent.
+Prefect's states, retries, forms and automations need a server: test them with `prefect_test_harness`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+from uuid import uuid4
+
+import httpx
+from prefect import State
+from prefect import settings as prefect_settings
+from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext, refresh_global_settings_context
+from prefect.results import get_result_store
+from prefect.settings import temporary_settings
+from prefect.states import Running
+
+from prefect_tune.prefect_api.argument_validation import require_valid
+from prefect_tune.prefect_api.flow_with_server import FlowWithServer
+
+__all__ = ["tune_folder", "without_server"]
+
+_SETTINGS = {
+    "PREFECT_API_URL": "http://without-server.invalid/api",  # without one Prefect would start a server
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+    "PREFECT_LOGGING_TO_API_ENABLED": "false",
+}
+
+
+@contextmanager
+def without_server() -> Iterator[None]:
+    """Within this context `pt.tune`, `pt.durable_trainable`, `pt.resume` and `pt.maintain` need no Prefect server.
+
+    They raise and return what they do otherwise, and write the same to the target. A flow of your own runs as
+    `my_flow.fn(...)`. Not for several threads at once.
+    """
+    here = {getattr(prefect_settings, name): value for name, value in _SETTINGS.items()}
+    with ExitStack() as changes:
+        changes.callback(refresh_global_settings_context)  # at the end, when the environment is as before
+        changes.enter_context(patch.dict(os.environ, _SETTINGS))
+        refresh_global_settings_context()  # threads read these settings, this context those
+        changes.enter_context(temporary_settings(here))
+        changes.enter_context(patch.object(PrefectHttpxSyncClient, "send", _refuse))
+        changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async))
+        changes.enter_context(patch("prefect.events.utilities.should_emit_events", return_value=False))
+        changes.enter_context(patch.object(FlowWithServer, "__call__", _run))
+        yield
+
+
+def _refuse(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
+    raise httpx.ConnectError("prefect_tune.testing runs without a Prefect server", request=request)
+
+
+async def _refuse_async(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
+    return _refuse(_client, request)
+
+
+def _run(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
+    """Validate the arguments, and call the flow's function in the context of a flow run."""
+    arguments = require_valid(flow, args, options)
+    with flow.call_context(flow.name), flow.task_runner.duplicate() as runner, get_client(sync_client=True) as client:
+        run = FlowRun(id=uuid4(), flow_id=uuid4(), name="without-server", state=Running(), run_count=1)
+        with FlowRunContext(
+            flow=flow,
+            flow_run=run,
+            client=client,
+            task_runner=runner,
+            parameters=dict(arguments),
+            result_store=get_result_store().update_for_flow(flow, _sync=True),  # type: ignore[call-arg]  # of async_dispatch
+            persist_result=False,
+        ):
+            returned = flow.fn(*args, **options)
+    if isinstance(returned, State):  # of a search that failed
+        raise cast(Exception, returned.data)
+    return returned
+
+
+with suppress(ImportError):  # the fixture is for tests; the rest needs no pytest
+    import pytest
+
+    @pytest.fixture
+    def tune_folder(tmp_path: Path) -> Iterator[str]:
+        """An empty folder as a target, in a test that needs no Prefect server."""
+        with without_server():
+            yield str(tmp_path / "tune")

@@ -1,0 +1,88 @@
+"""Unit tests of searches need no Prefect server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from prefect import flow
+from prefect.settings import get_current_settings
+
+import prefect_tune as pt
+from prefect_tune.prefect_api import flow_with_server
+from prefect_tune.testing import tune_folder, without_server
+
+__all__ = ["tune_folder"]
+
+
+def train(config: Mapping[str, float]) -> None:
+    for step in range(3):
+        pt.report({"loss": config["x"] + step})
+
+
+def fails(_config: Mapping[str, float]) -> None:
+    raise ValueError("no data")
+
+
+class Counts(pt.Trainable):
+    count = 0
+
+    def step(self) -> dict[str, float]:
+        self.count += 1
+        return {"count": self.count}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        (Path(checkpoint_dir) / "count").write_text(str(self.count))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = int((Path(checkpoint_dir) / "count").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise AssertionError("a Prefect server was started")
+
+    monkeypatch.setattr(flow_with_server, "start_prefect_server", refuse)
+    monkeypatch.setattr("prefect.server.api.server.SubprocessASGIServer.start", refuse)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_search_needs_no_server(tune_folder: str, isolation: str, caplog: pytest.LogCaptureFixture) -> None:
+    space = {"x": pt.grid_search([1.0, 2.0])}
+    results = pt.tune(train, space, target=tune_folder, experiment="two", metric="loss", isolation=isolation)
+    assert results.best.config == {"x": 1.0}
+    assert [trial.status for trial in results.trials.values()] == ["completed", "completed"]
+    assert pt.load_results(tune_folder, "two").best.metrics == {"loss": 3.0}
+    assert [record for record in caplog.records if record.levelname in {"ERROR", "CRITICAL"}] == []
+
+
+def test_a_resume_goes_on_from_the_checkpoint(tune_folder: str) -> None:
+    once = {"target": tune_folder, "experiment": "counts", "isolation": "thread"}
+    assert pt.durable_trainable(Counts, {}, stop={"step": 2}, **once).metrics["count"] == 2
+    assert pt.durable_trainable(Counts, {}, stop={"step": 5}, **once).metrics["count"] == 5
+
+
+def test_errors_are_those_of_a_run(tune_folder: str) -> None:
+    with pytest.raises(pt.InvalidInput, match="did you mean 'experiment'"):
+        pt.tune(train, {}, target=tune_folder, experimnt="typo")
+    with pytest.raises(pt.SearchFailed, match="no data"):
+        pt.tune(fails, {"x": 1.0}, target=tune_folder, isolation="thread")
+
+
+def test_a_flow_of_ones_own_runs_by_its_function(tune_folder: str) -> None:
+    @flow
+    def own() -> pt.Results:
+        return pt.tune(train, {"x": 1.0}, target=tune_folder, metric="loss", isolation="thread")
+
+    assert own.fn().best.metrics == {"loss": 3.0}
+
+
+def test_the_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_LOGGING_TO_API_ENABLED", "true")
+    before = {**os.environ}, get_current_settings()
+    with without_server():
+        assert get_current_settings().api.url == "http://without-server.invalid/api"
+    assert ({**os.environ}, get_current_settings()) == before
