@@ -66,7 +66,7 @@ class CheckpointRef(Value):
 
     step: int
     sequence: int
-    metrics: Mapping[str, object] = Field(default_factory=dict)
+    metrics: Mapping[str, Any] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     size_bytes: int = 0
     pinned: bool = False

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import cast
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
+from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice, load_named
 from prefect_tune.runtime.trainable import require_trainable
@@ -34,14 +35,14 @@ def experiment_name(given: str | None) -> str:
     return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
 
 
-def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
-    """Return the configuration as plain JSON.
+def storable_config(config: object) -> dict[str, object]:
+    """Return the configuration, a mapping, a dataclass or None, as plain JSON.
 
     Raises:
         InvalidInput: it holds a value that JSON cannot represent.
     """
     try:
-        return storable(config or {}, "config")
+        return storable(cast("Mapping[str, object]", as_dicts({} if config is None else config)), "config")
     except BadMetric as error:
         raise InvalidInput(
             f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
