@@ -15,7 +15,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.keras import TuneReportCheckpointCallback, restored_epoch
 
 
-def train(config):
+def train(config: dict[str, float]) -> None:
     keras.utils.set_random_seed(0)
     images, labels = load_digits(return_X_y=True)
     model = keras.Sequential(

@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.lightgbm import train as train_in_segments
 
 
-def train(config):
+def train(config: dict[str, float]) -> None:
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images, labels, random_state=0)
     data = lgb.Dataset(images, labels, free_raw_data=False)

@@ -35,7 +35,7 @@ class Digits(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
 
 
-def train(config):
+def train(config: dict[str, float]) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     lightning.seed_everything(0, verbose=False)
     images, labels = load_digits(return_X_y=True)

@@ -14,7 +14,7 @@ from prefect_tune.integrations.torch import ResumableLoader, load_state, save_st
 
 
 class Digits(pt.Trainable):
-    def setup(self, config):
+    def setup(self, config: dict[str, float]) -> None:
         torch.manual_seed(0)
         images, labels = load_digits(return_X_y=True)
         self.images, self.labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
@@ -30,7 +30,7 @@ class Digits(pt.Trainable):
         while True:
             yield from self.data
 
-    def step(self):
+    def step(self) -> dict[str, float]:
         images, labels = next(self.batches)
         loss = nn.functional.cross_entropy(self.model.train()(images), labels)
         self.optimizer.zero_grad()
@@ -44,10 +44,10 @@ class Digits(pt.Trainable):
     def parts(self):
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "data": self.data}
 
-    def save_checkpoint(self, checkpoint_dir):
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
         save_state(checkpoint_dir, **self.parts())
 
-    def load_checkpoint(self, checkpoint_dir):
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
         load_state(checkpoint_dir, **self.parts())
 
 

@@ -14,7 +14,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
 
 
-def train(config):
+def train(config: dict[str, float]) -> None:
     set_seed(0)
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)

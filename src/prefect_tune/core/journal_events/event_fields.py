@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 

@@ -186,7 +186,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 
 
 def as_dicts(node: object, levels: int = _DEEPEST) -> object:
-    """Return part of a configuration or a space with its dataclasses and mappings as dicts; domains stay as they are."""
+    """Return part of a configuration or space with its dataclasses and mappings as dicts; domains stay as they are."""
     if isinstance(node, Domain | SampleFrom) or levels <= 0:
         return node
     if is_dataclass(node) and not isinstance(node, type):
