@@ -212,8 +212,9 @@ def imported_once(code: str) -> str:
         if word and line.startswith(("import ", "from ")):
             new = [each for each in names.split(", ") if start + each not in known]
             known.update(start + each for each in names.split(", "))
-            line = f"{start}import {', '.join(new)}" if new else ""
-        lines.append(line)
+            lines.append(f"{start}import {', '.join(new)}" if new else "")
+        else:
+            lines.append(line)
     return "\n".join(lines)
 
 

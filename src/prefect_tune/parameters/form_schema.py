@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.object_target import ObjectTarget
@@ -145,6 +145,10 @@ def _sync() -> _Schema:
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
 
+def _without_path(target: object) -> object:
+    return resolve_target(target) if isinstance(target, os.PathLike) else target
+
+
 class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -172,7 +176,9 @@ StopLike: TypeAlias = (
 )
 """A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
 
-TargetField: TypeAlias = Annotated[TargetLike, _AskedAs(_target)]
+TargetField: TypeAlias = Annotated[
+    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_without_path), _AskedAs(_target)
+]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
 StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
 SchedulerField: TypeAlias = Annotated[Scheduler | _Json | str | None, _UNCHECKED]

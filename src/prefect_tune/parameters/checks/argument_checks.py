@@ -13,6 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
+from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
@@ -124,11 +125,17 @@ def _importable(name: str) -> str:
     except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
         raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if found is None:
-        raise InvalidInput(
-            f"trainable {name!r}: there is no module {module!r}"
-            f"{_near(module) or '; is its project installed here, or its folder in PYTHONPATH?'}"
-        )
+        raise InvalidInput(f"trainable {name!r}: there is no module {module!r}{_near(module) or _where_to_install()}")
     return name
+
+
+def _where_to_install() -> str:
+    if is_in_run_of_deployment():
+        return (
+            "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
+            """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
+        )
+    return "; is its project installed here, or its folder in PYTHONPATH?"
 
 
 def _near(module: str) -> str:
