@@ -53,7 +53,7 @@ from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stopping.stop_handling import Outside
 
 
-def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
+def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
 
     Returns:
@@ -64,7 +64,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         return _trained_in_turns(plan, config)
 
 
-def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
+def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
     stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
