@@ -273,7 +273,7 @@ def mypy(scripts: Path) -> Problems:
         "-m",
         "mypy",
         "--python-executable",
-        python,
+        str(python),
         "--config-file",
         "mypy.ini",
         "--output=json",
