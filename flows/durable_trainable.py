@@ -94,7 +94,8 @@ def durable_trainable(
     Args:
         trainable: the code to train: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
-        config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`.
+        config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`; in code also a dataclass:
+            it gets a dict of its fields.
         target: where checkpoints and state are stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put credentials into blocks, which hide them.
         experiment: its name on the target. Reusing a name resumes the training. Default: the id of the flow run

@@ -84,8 +84,9 @@ def tune(
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
         space: a configuration in which some values are drawn. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
-            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`. Default: nothing is
-            drawn, for a `search` that proposes all parameters itself, or a trainable that needs none.
+            "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`, or a dataclass:
+            trials get a dict of its fields. Default: nothing is drawn, for a `search` that proposes all parameters
+            itself, or a trainable that needs none.
         target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
             block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
         experiment: its name on the target. Reusing a name resumes the experiment. Default: the id of the flow run

@@ -65,7 +65,8 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
 
     Args:
         trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
-        config: the configuration of the trainable, such as `{"lr": 0.01}`.
+        config: the configuration of the trainable, such as `{"lr": 0.01}`, or a dataclass: it gets a dict of its
+            fields.
         target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; the same name continues it.

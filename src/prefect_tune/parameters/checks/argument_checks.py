@@ -119,14 +119,16 @@ def name_of(trainable: object) -> Mapping[str, str]:
 
 def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
-    missing = None
+    missing: str | None = None
     try:
         if importlib.util.find_spec(module) is None:
             missing = module
-    except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module}.".startswith(f"{missing}."):  # else it is its package that is missing
+    except ModuleNotFoundError as error:
+        missing = error.name
+        if not f"{module}.".startswith(f"{missing}."):  # its package is there, and imports another module
             raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
+    except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
+        raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
     if missing is not None:
         raise InvalidInput(f"trainable {name!r}: there is no module {missing!r}{_near(missing) or _where_to_install()}")
     return name
