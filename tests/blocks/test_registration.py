@@ -216,8 +216,10 @@ def _with_fake_aws(folder: Path, *lines: str) -> str:
     return done.stdout
 
 
-_CLIENTS = ("adlfs", "aiobotocore", "boto3", "botocore", "gcsfs", "obstore", "paramiko", "prefect_aws", "prefect_azure")
-_CLIENTS += ("prefect_gcp", "pyarrow", "s3fs")
+_CLIENTS = [
+    *("adlfs", "aiobotocore", "boto3", "botocore", "gcsfs", "obstore", "paramiko", "prefect_aws", "prefect_azure"),
+    *("prefect_gcp", "pyarrow", "s3fs"),
+]
 
 
 @pytest.mark.parametrize(

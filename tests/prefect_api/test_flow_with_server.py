@@ -202,7 +202,7 @@ def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: py
 
 def test_a_server_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     port, listening = free_port(), []
-    monkeypatch.setattr(flow_with_server.time, "sleep", lambda _: listening.append(socket.create_server(("", port))))
+    monkeypatch.setattr("time.sleep", lambda _: listening.append(socket.create_server(("", port))))
     flow_with_server._require_listening(f"http://127.0.0.1:{port}/api")
     listening[0].close()
 
