@@ -142,7 +142,7 @@ def _folder(given: str, *, is_read: bool) -> LocalTarget:
         )
     path = Path(given)
     is_relative = not path.is_absolute() and not given.startswith("~")
-    if is_relative and not (is_read and path.is_dir()) and _is_in_run_of_deployment():
+    if is_relative and not (is_read and path.is_dir()) and is_in_run_of_deployment():
         raise InvalidInput(
             f"target: {given!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: "
             f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary, and not that "
@@ -151,7 +151,7 @@ def _folder(given: str, *, is_read: bool) -> LocalTarget:
     return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
 
 
-def _is_in_run_of_deployment() -> bool:
+def is_in_run_of_deployment() -> bool:
     """Whether this code runs in a run of a deployment, or in a flow or task that such a run called."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None

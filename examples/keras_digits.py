@@ -5,6 +5,7 @@ Kill it whenever you like and run it again: no trial loses more than two epochs.
 
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
@@ -15,7 +16,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.keras import TuneReportCheckpointCallback, restored_epoch
 
 
-def train(config):
+def train(config: dict[str, Any]) -> None:
     keras.utils.set_random_seed(0)
     images, labels = load_digits(return_X_y=True)
     model = keras.Sequential(

@@ -4,6 +4,7 @@ Kill it whenever you like and run it again: no trial loses more than five rounds
 """
 
 import sys
+from typing import Any
 
 import lightgbm as lgb
 from sklearn.datasets import load_digits
@@ -13,7 +14,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.lightgbm import train as train_in_segments
 
 
-def train(config):
+def train(config: dict[str, Any]) -> None:
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images, labels, random_state=0)
     data = lgb.Dataset(images, labels, free_raw_data=False)

@@ -6,6 +6,7 @@ Kill it whenever you like and run it again: no trial loses more than nine steps,
 import logging
 import sys
 import tempfile
+from typing import Any
 
 import lightning
 import torch
@@ -18,24 +19,24 @@ from prefect_tune.integrations.torch import ResumableLoader
 
 
 class Digits(lightning.LightningModule):
-    def __init__(self, lr, width):
+    def __init__(self, lr: float, width: int) -> None:
         super().__init__()
         self.lr = lr
         self.layers = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 10))
 
-    def training_step(self, batch, _number):
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _number: int) -> torch.Tensor:
         images, labels = batch
         loss = nn.functional.cross_entropy(self.layers(images), labels)
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=54)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
 
 
-def train(config):
+def train(config: dict[str, Any]) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     lightning.seed_everything(0, verbose=False)
     images, labels = load_digits(return_X_y=True)

@@ -4,6 +4,7 @@ Kill it whenever you like and run it again: no trial loses more than five steps.
 """
 
 import sys
+from typing import Any
 
 from sklearn.datasets import load_digits
 from sklearn.linear_model import SGDClassifier
@@ -16,15 +17,15 @@ from prefect_tune.integrations.sklearn import PartialFitTrainable
 class Digits(PartialFitTrainable):
     batches_per_step = 10
 
-    def make_data(self, config):
+    def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
         images, labels = load_digits(return_X_y=True)
         images, self.test_images, labels, self.test_labels = train_test_split(images, labels, random_state=0)
         return images, labels
 
-    def make_estimator(self, config):
+    def make_estimator(self, config: dict[str, Any]) -> SGDClassifier:
         return SGDClassifier(loss=config["loss"], alpha=config["alpha"])
 
-    def evaluate(self, estimator):
+    def evaluate(self, estimator: SGDClassifier) -> dict[str, float]:
         return {"accuracy": estimator.score(self.test_images, self.test_labels)}
 
 

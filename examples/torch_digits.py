@@ -4,6 +4,8 @@ Kill it whenever you like and run it again: no trial loses more than ten batches
 """
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -14,7 +16,7 @@ from prefect_tune.integrations.torch import ResumableLoader, load_state, save_st
 
 
 class Digits(pt.Trainable):
-    def setup(self, config):
+    def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
         images, labels = load_digits(return_X_y=True)
         self.images, self.labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
@@ -26,11 +28,11 @@ class Digits(pt.Trainable):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"], momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=54)
 
-    def endless(self):
+    def endless(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
             yield from self.data
 
-    def step(self):
+    def step(self) -> dict[str, float]:
         images, labels = next(self.batches)
         loss = nn.functional.cross_entropy(self.model.train()(images), labels)
         self.optimizer.zero_grad()
@@ -41,13 +43,13 @@ class Digits(pt.Trainable):
             right = self.model.eval()(self.images[1500:]).argmax(1) == self.labels[1500:]
         return {"loss": loss.item(), "accuracy": right.float().mean().item()}
 
-    def parts(self):
+    def parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "data": self.data}
 
-    def save_checkpoint(self, checkpoint_dir):
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
         save_state(checkpoint_dir, **self.parts())
 
-    def load_checkpoint(self, checkpoint_dir):
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
         load_state(checkpoint_dir, **self.parts())
 
 

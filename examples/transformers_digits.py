@@ -5,6 +5,7 @@ Kill it whenever you like and run it again: no trial loses more than four steps.
 
 import sys
 import tempfile
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -14,7 +15,7 @@ import prefect_tune as pt
 from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
 
 
-def train(config):
+def train(config: dict[str, Any]) -> None:
     set_seed(0)
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)

@@ -24,7 +24,7 @@ from prefect_tune.core.html_tables import (
 from prefect_tune.core.models import first_line, flat, plural
 from prefect_tune.executors.prestart import prestart_training
 from prefect_tune.notebook.cell_output import search_output
-from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
+from prefect_tune.parameters.form_schema import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -45,7 +45,7 @@ class TrialResult:
     """Why it has this status."""
     step: int
     """Steps trained, each counted once."""
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
     """Of the last report."""
     checkpoint: Checkpoint | None
     """The newest committed one; None if none was committed."""
@@ -72,11 +72,11 @@ class TrialResult:
 )
 def durable_trainable(
     trainable: TrainableField,
-    config: dict[str, Any] | None = None,
+    config: ConfigField = None,
     *,
     target: TargetField,
     experiment: str | None = None,
-    stop: Any = None,
+    stop: StopField = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
     failures: FailurePolicy | None = None,

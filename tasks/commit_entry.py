@@ -13,17 +13,20 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Committed, Quarantined
-from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
+from prefect_tune.core.models import Stamp, StepReport, flat, plural, shown_size
 from prefect_tune.core.operations.checkpoint_gc import leftover
 from prefect_tune.core.recovery.restore import checkpoints_with
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tasks.checkpoints import SavedCheckpoint
 from prefect_tune.tasks.on_target import on_target
+from prefect_tune.terminal.formatting import format_value
 
 _LOOK = timedelta(minutes=2)
+_METRICS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,12 @@ def log_damage(saved: SavedCheckpoint, quarantined: Sequence[Quarantined], log: 
         )
 
 
-def log_commit(saved: SavedCheckpoint, log: Log) -> None:
-    """Log a committed checkpoint with its size."""
+def log_commit(saved: SavedCheckpoint, metrics: Mapping[str, object], log: Log, unlogged: int = 0) -> None:
+    """Log a committed checkpoint with its first metrics and its size, and how many commits before it have no line."""
     new = "" if saved.sent_bytes >= saved.size_bytes else f", {shown_size(saved.sent_bytes)} of it new"
-    log.info("step %d committed: %s%s", saved.key.step, shown_size(saved.size_bytes), new)
+    named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_METRICS])
+    others = f"; {plural(unlogged, 'other', 'others')} since the last line" if unlogged else ""
+    log.info("step %d committed%s: %s%s%s", saved.key.step, visible(named), shown_size(saved.size_bytes), new, others)
 
 
 def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:

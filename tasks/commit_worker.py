@@ -6,7 +6,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ from prefect_tune.tasks.commit_entry import (
     log_damage,
 )
 
+_LOG_PERIOD = timedelta(seconds=10)
 # Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
 
@@ -88,6 +89,8 @@ class CommitWorker:
         self._synced_at = time.monotonic()
         self._ending: Sequence[Event] = ()
         self._commit_count = 0
+        self._logged_at: float | None = None
+        self._unlogged = 0
         self.code = ""
         """The digest of the trainable's source; empty until the trial has sent it."""
         self.asks_at: int | None = None
@@ -198,11 +201,20 @@ class CommitWorker:
     def _save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         saved, doomed = self._committed(handed_over)
         committed(handed_over.report.step)
-        log_commit(saved, self._log)
+        self._log_commit(saved, handed_over.report.metrics)
         self._artifacts.after_commit()
         if handed_over.ours:
             shutil.rmtree(handed_over.directory, ignore_errors=True)
         self._delete(doomed)
+
+    def _log_commit(self, saved: SavedCheckpoint, metrics: Mapping[str, object]) -> None:
+        """Log the first commit, and then one in ten seconds: a trainable may save at each of many short steps."""
+        now = time.monotonic()
+        if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
+            self._unlogged += 1
+            return
+        log_commit(saved, metrics, self._log, self._unlogged)
+        self._logged_at, self._unlogged = now, 0
 
     def _committed(self, handed_over: PendingCheckpoint) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
         """Save the checkpoint, again each time an external writer quarantines one meanwhile.

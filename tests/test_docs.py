@@ -56,7 +56,7 @@ TRUST = ROOT / "docs" / "trust.md"
 OWN_FLOWS = ROOT / "docs" / "own-flows.md"
 TESTING = ROOT / "docs" / "testing.md"
 TESTED = {
-    README: {"python", "bash"},
+    README: {"python", "bash", "text"},
     START: {"python", "bash"},
     LAYOUT: {"python", "json", "text"},
     SPACES: {"python", "json"},
@@ -93,6 +93,7 @@ UNTESTED = {
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
 }
 NOT_RUN = {
+    "pip install '.[server]'": "installed here; tests/test_packaging.py installs what is built",
     "pip install 'prefect-tune[server]'": "not released yet; tests/test_packaging.py installs what is built",
 }
 """Lines of Bash that are left out when a page is run, and why."""
@@ -111,6 +112,7 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
+    (tmp_path / "first_search.py").write_text(the_block(README, "python").code)
     runs = [each for page in (START, README) for each in blocks_of(page) if each.language in ("python", "bash")]
     runs = [Block(each.language, without(NOT_RUN, each.code)) for each in runs]
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
@@ -120,6 +122,17 @@ def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: s
     assert re.search(r"^50 0\.000\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["x"]
+    *printed, _demo = [each for each in blocks_of(README) if each.language == "text"]  # the demo has its own tests
+    seen = " ".join(done.stdout.split())
+    missing = [line for each in printed for line in each.code.splitlines() if line != "…" and not is_in(seen, line)]
+    assert missing == []
+
+
+def is_in(seen: str, line: str) -> bool:
+    """Whether the output has a line as the page shows it: in another folder, in another time, in another order."""
+    pattern = re.escape(" ".join(line.split())).replace("/home/me", r"\S*").replace(r"after\ 2\ s", r"after\ \d+\ s")
+    pattern = pattern.replace(r"1\ completed,\ 9\ pruned", r"\d\ completed,\ \d\ pruned")
+    return re.search(pattern, seen) is not None
 
 
 def without(lines: Collection[str], code: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
@@ -30,16 +30,22 @@ are pending. A file says its version as `prefect-tune/version`; the first releas
 def trials_as_arrow(experiment: Experiment) -> pa.Table:
     """Return one row per trial, in the order in which they were added.
 
-    The columns that every experiment has come first, then `config/...`, then the metrics of the last valid report.
-    A metric with the name of another column becomes `metrics/...`.
+    The columns: trial, status and step; `config/...`; the metrics of the last valid report; what the training took, its
+    newest checkpoint, and why it ended. A metric with the name of another column becomes `metrics/...`.
     """
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
-    columns = {name: pa.array([value(each) for each in trials], kind) for name, (kind, value) in _COLUMNS.items()}
-    columns["checkpoint"] = pa.array([_newest_path(experiment.name, each) for each in trials], "string")
-    columns |= _spread((flat(each.config, "config/") for each in trials), len(trials), ())
-    return pa.table({**columns, **_spread((flat(each.metrics) for each in trials), len(trials), columns)})
+    config = _spread((flat(each.config, "config/") for each in trials), len(trials), ())
+    metrics = _spread((flat(each.metrics) for each in trials), len(trials), {*_FIRST, *_LAST, *config})
+    first, last = (
+        {
+            name: pa.array([value(experiment.name, each) for each in trials], kind)
+            for name, (kind, value) in some.items()
+        }
+        for some in (_FIRST, _LAST)
+    )
+    return pa.table({**first, **config, **metrics, **last})
 
 
 def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
@@ -92,23 +98,28 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 
 # ---------------------------------------------------------------------------------------------- the columns
 
-_COLUMNS: Mapping[str, tuple[str, Callable[[Trial], object]]] = {
-    "trial": ("string", lambda trial: trial.trial),
-    "status": ("string", lambda trial: str(trial.status)),
-    "reason": ("string", lambda trial: trial.reason),
-    "cause": ("string", lambda trial: trial.cause and str(trial.cause)),
-    "step": ("int64", lambda trial: trial.step),
-    "trained_seconds": ("float64", lambda trial: trial.measured_seconds),
-    "attempts": ("int64", lambda trial: trial.attempt),
-    "wasted_steps": ("int64", lambda trial: trial.wasted_steps),
-    "checkpoints": ("int64", lambda trial: len(trial.checkpoints)),
-}
-"""The type of each column that every experiment has, and its value for a trial."""
-
 
 def _newest_path(experiment: str, trial: Trial) -> str | None:
     key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
     return key.folder if key else None
+
+
+_Columns: TypeAlias = Mapping[str, tuple[str, Callable[[str, Trial], object]]]
+"""The type of each column that every experiment has, and its value for an experiment's name and a trial."""
+_FIRST: _Columns = {
+    "trial": ("string", lambda _, trial: trial.trial),
+    "status": ("string", lambda _, trial: str(trial.status)),
+    "step": ("int64", lambda _, trial: trial.step),
+}
+_LAST: _Columns = {
+    "trained_seconds": ("float64", lambda _, trial: trial.measured_seconds),
+    "attempts": ("int64", lambda _, trial: trial.attempt),
+    "wasted_steps": ("int64", lambda _, trial: trial.wasted_steps),
+    "checkpoints": ("int64", lambda _, trial: len(trial.checkpoints)),
+    "checkpoint": ("string", _newest_path),
+    "cause": ("string", lambda _, trial: trial.cause and str(trial.cause)),
+    "reason": ("string", lambda _, trial: trial.reason),
+}
 
 
 def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:

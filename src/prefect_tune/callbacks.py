@@ -13,6 +13,18 @@ from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Che
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 
+__all__ = [
+    "AttemptEnded",
+    "Callback",
+    "CheckpointRef",
+    "Finished",
+    "GaveUp",
+    "SearchInfo",
+    "Started",
+    "StepReport",
+    "Trial",
+]
+
 
 @dataclass(frozen=True)
 class SearchInfo:

@@ -29,12 +29,9 @@ __all__ = [
     "RestoreArguments",
     "SaveArguments",
     "SyncArguments",
-    "TargetLike",
     "TrialArguments",
 ]
 
-TargetLike: TypeAlias = StorageTarget | str | os.PathLike[str]
-"""A block, the `type/name` of a saved block, a URI, or a path of this machine."""
 Directory: TypeAlias = str | os.PathLike[str]
 End: TypeAlias = Literal["completed", "paused", "errored"]
 """How a trial of a flow of one's own ends."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from prefect import task
-
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_collectable, newest_checkpoint
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Event, Retired
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.parameters.form_schema import TargetLike
+from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS
 from prefect_tune.tasks import checkpoints as engine
 from prefect_tune.tasks.existing_experiment import read_undamaged
 from prefect_tune.tasks.experiment_state import no_experiment_at
-from prefect_tune.tasks.public.arguments import DeleteArguments, TargetLike
+from prefect_tune.tasks.public.arguments import DeleteArguments
 from prefect_tune.tasks.public.attempts import restarted, trying_again, write
 from prefect_tune.tasks.public.ownership import own
 
@@ -27,7 +27,7 @@ _TIMEOUT_SECONDS = 1800.0
 _LOOK = timedelta(minutes=2)
 
 
-@task(name="delete-checkpoint", task_run_name="delete {trial} step {step}", **RETRYING_REFUSALS)
+@public_task(name="delete-checkpoint", task_run_name="delete {trial} step {step}", **RETRYING_REFUSALS)
 def delete_checkpoint(
     *,
     target: TargetLike,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefect import task
-
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
@@ -21,8 +19,10 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
+from prefect_tune.parameters.form_schema import TargetLike
+from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING, RETRYING_REFUSALS, run_log
-from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments, TargetLike
+from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments
 from prefect_tune.tasks.public.attempts import opening_events, trying_again, write
 from prefect_tune.tasks.public.ownership import own
 from prefect_tune.tasks.public.results import ExperimentState, experiment_state
@@ -31,7 +31,7 @@ from prefect_tune.tasks.public.similar_names import similar_experiment
 __all__ = ["restore_experiment_state", "sync_experiment_state"]
 
 
-@task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+@public_task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
 def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
     """Take an experiment over for this flow run and return its state; create it if it does not exist.
 
@@ -63,7 +63,7 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     return experiment_state(asked.target, state)
 
 
-@task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
+@public_task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
 def sync_experiment_state(  # noqa: PLR0913 - a form: the place and the facts, each with its default
     *,
     target: TargetLike,

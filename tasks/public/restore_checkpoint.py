@@ -7,8 +7,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from prefect import task
-
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, StoreRefused
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load
@@ -16,10 +14,12 @@ from prefect_tune.core.journal.trial_journal import trial_today
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.parameters.form_schema import TargetLike
+from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING, run_log
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.tasks.public.arguments import Directory, RestoreArguments, TargetLike
+from prefect_tune.tasks.public.arguments import Directory, RestoreArguments
 from prefect_tune.tasks.public.results import RestoredCheckpoint
 from prefect_tune.tasks.public.similar_names import similar_experiment, similar_name
 
@@ -34,7 +34,7 @@ class _RetiredMeanwhileError(Exception):
     """The checkpoint is no longer one: its trial has retired it, and has newer ones."""
 
 
-@task(name="restore-checkpoint", task_run_name="restore {trial}", **RETRYING)
+@public_task(name="restore-checkpoint", task_run_name="restore {trial}", **RETRYING)
 def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, each with its default
     directory: Directory | None = None,
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -23,7 +24,7 @@ class CommittedCheckpoint(Value):
     experiment: str
     trial: str
     step: int
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
     """The metrics that it was saved with."""
     uri: str
     """Its location, without secrets: `pt.Checkpoint(uri)` reads it, with the credentials of the environment."""
@@ -44,7 +45,7 @@ class RestoredCheckpoint(Value):
     """The name of its trial."""
     step: int
     """The step after which training continues."""
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -61,7 +62,7 @@ class TrialState(Value):
     """Why it has this status, or why its last attempt ended; empty where nothing ended yet."""
     step: int
     """The newest step, each counted once."""
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
     """The metrics of that step."""
     checkpoint: CommittedCheckpoint | None
     """The newest committed checkpoint, from which the trial continues; None before the first."""
@@ -71,7 +72,7 @@ class TrialState(Value):
     """How many attempts have begun, over all flow runs."""
     wasted_steps: int
     """Steps that had to be trained again."""
-    config: Mapping[str, object]
+    config: Mapping[str, Any]
     """Its configuration; empty if none was passed."""
 
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from prefect import task
 from prefect.runtime import task_run
 
 from prefect_tune.blocks import SyncConfig
@@ -22,12 +21,14 @@ from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Ev
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.parameters.form_schema import TargetLike
+from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, run_log
 from prefect_tune.stores.local.staging import StagedFiles
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks import checkpoints as engine
 from prefect_tune.tasks.commit_entry import about_checkpoint, commit_entry, delete_retired, log_commit, log_damage
-from prefect_tune.tasks.public.arguments import Directory, SaveArguments, TargetLike
+from prefect_tune.tasks.public.arguments import Directory, SaveArguments
 from prefect_tune.tasks.public.attempts import begin_attempt, trying_again, write
 from prefect_tune.tasks.public.ownership import own
 from prefect_tune.tasks.public.results import CommittedCheckpoint, committed_checkpoint
@@ -39,7 +40,7 @@ _LOOK = timedelta(minutes=2)
 _VERIFIED_EVERY = SyncConfig.model_fields["verify_reused_every"].default
 
 
-@task(name="save-checkpoint", task_run_name="save {trial} step {step}", **RETRYING_REFUSALS)
+@public_task(name="save-checkpoint", task_run_name="save {trial} step {step}", **RETRYING_REFUSALS)
 def save_checkpoint(  # noqa: PLR0913 - a form: the place, the content and the rules, each with its default
     directory: Directory,
     *,
@@ -132,7 +133,7 @@ class _Save:
         policy = self._asked.retention or Retention()
         entry = commit_entry(self._target, state, saved, self._report, policy, seconds, self._log)
         state = self._journaled(state, saved.key, [*self._reports(state), *entry.events])
-        log_commit(saved, self._log)
+        log_commit(saved, self._report.metrics, self._log)
         log_damage(saved, entry.quarantined, self._log)
         self._delete(state, entry.retired)
         return committed_checkpoint(self._target, self._folder, entry.committed.checkpoint, saved.sent_bytes)

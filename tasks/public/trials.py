@@ -6,9 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Literal, assert_never
-
-from prefect import task
+from typing import Literal, assert_never
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
@@ -23,7 +21,9 @@ from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial,
 from prefect_tune.parameters.checks.import_check import require_importable
 from prefect_tune.parameters.checks.resume_compatibility import require_same_training
 from prefect_tune.parameters.checks.search_limits import require_possible
+from prefect_tune.parameters.form_schema import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -31,7 +31,7 @@ from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
-from prefect_tune.tasks.public.arguments import TargetLike, TrialArguments
+from prefect_tune.tasks.public.arguments import TrialArguments
 from prefect_tune.tasks.public.attempts import trying_again, write
 from prefect_tune.tasks.public.ownership import own, writer_of_trial
 from prefect_tune.tasks.public.results import TrialState, trial_state
@@ -40,15 +40,15 @@ from prefect_tune.tasks.trial_attempt import has_had_enough, run_attempt
 __all__ = ["run_trial"]
 
 
-@task(name="run-trial", task_run_name="train {trial}", **RETRYING_REFUSALS)
+@public_task(name="run-trial", task_run_name="train {trial}", **RETRYING_REFUSALS)
 def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are the options of a training
-    trainable: Any,
-    config: Mapping[str, Any] | None = None,
+    trainable: TrainableLike,
+    config: ConfigLike | None = None,
     *,
     target: TargetLike,
     experiment: str,
     trial: str = "trial",
-    stop: Any = None,
+    stop: StopLike = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
     sync: SyncConfig | None = None,

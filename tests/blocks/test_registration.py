@@ -216,10 +216,10 @@ def _with_fake_aws(folder: Path, *lines: str) -> str:
     return done.stdout
 
 
-_CLIENTS = [
+_CLIENTS = (
     *("adlfs", "aiobotocore", "boto3", "botocore", "gcsfs", "obstore", "paramiko", "prefect_aws", "prefect_azure"),
     *("prefect_gcp", "pyarrow", "s3fs"),
-]
+)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,22 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
     assert len(caplog.messages) == 1
 
 
+def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_no_second_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)])
+    outlook = SearchEstimate("e", None, 1, 80, is_training=True)
+    seen = Progress(ProgressTracker(state, outlook, 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
+    seen.reported(StepReported("0", StepReport(step=7, metrics={"loss": 0.5}), asks=False), state)
+    (message,) = caplog.messages
+    assert message.startswith("e: step 7 of 80, loss 0.5 after ")
+    seen.conclude()
+    assert caplog.messages == [message]
+    seen.is_shown = True
+    seen.conclude()
+    assert len(caplog.messages) == 2
+
+
 def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
     state = nothing_yet("e")
     seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
@@ -129,6 +145,23 @@ def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_serve
     assert "2 running" in shown
     assert "at step 1" in shown
     assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.trial}")
+
+
+_TRAINING = """
+import sys, prefect_tune as pt
+from tests.trainables.digits_table import DigitsTable
+config = {"row": 1, "step_seconds": 0.4}
+print(pt.durable_trainable(DigitsTable, config, target=sys.argv[1], experiment="digits", stop={"step": 9}).step)
+"""
+
+
+def test_a_single_training_in_a_terminal_has_a_live_display_too(prefect_server: str, tmp_path: Path) -> None:
+    process, master = searching(prefect_server, tmp_path, _TRAINING)
+    shown = _all_of(master)
+    assert process.wait(120) == 0
+    assert " of 9" in shown
+    assert "error 0." in shown
+    assert shown.rstrip().endswith("9")
 
 
 @pytest.mark.deep  # tests/terminal/test_live_display.py shows the same without a search

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.journal_events.experiment_events import (
@@ -30,13 +33,16 @@ from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.progress_view import line
+from prefect_tune.terminal.time_left import SearchEstimate
 
 LOG = logging.getLogger("a flow run")
 T = "00003"
 CONFIG = {"lr": 0.01, "net": {"layers": 2}}
 AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
 SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
-AT = "at step 2, loss 0.5 (the best so far)"
+AT = "at step 2, loss 0.5 (best by last report so far)"
 SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/trials/00003/checkpoints/"
 
 
@@ -52,6 +58,10 @@ def started(attempt: int = 1, ref: CheckpointRef | None = None) -> Started:
 
 
 TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed(trial=T, checkpoint=SAVED))
+
+
+def started_of(trial: str, attempt: int = 1) -> Started:
+    return Started(trial=trial, attempt=attempt, from_step=0)
 
 
 class LoggedSearch:
@@ -123,26 +133,51 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
             Paused(trial=trial, reason=reason),
         )
     assert [each for each in caplog.messages if "paused" in each] == [
-        "trial 00001 paused at step 2, loss 0.5 (the best so far): number 1 of 3, of which 1 is promoted",
-        "trial 00002 paused at step 2, loss 0.7 (best: 0.5, trial 00001): number 2 of 3, of which 1 is promoted",
-        "trial 00003 paused at step 2, loss 0.25 (the best so far): number 1 of 3, of which 1 is promoted",
+        "trial 00001 paused at step 2, loss 0.5 (best by last report so far): number 1 of 3, of which 1 is promoted",
+        (
+            "trial 00002 paused at step 2, loss 0.7 (best by last report: 0.5, trial 00001): "
+            "number 2 of 3, of which 1 is promoted"
+        ),
+        "trial 00003 paused at step 2, loss 0.25 (best by last report so far): number 1 of 3, of which 1 is promoted",
     ]
 
 
-def test_a_trial_that_is_worse_than_an_earlier_report_is_not_called_the_best(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
         search.goes(TrialAdded(trial=trial, config={}, apart=True), Started(trial=trial, attempt=1, from_step=0))
     for step, accuracy in ((1, 0.95), (2, 0.9)):
         search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+        search.goes(
+            Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
+        )
     search.goes(Finished(trial="00001", reason="asked", left=True))
     early = StepReport(step=1, metrics={"accuracy": 0.97})
     search.log.reported(StepReported("00002", early, asks=False), search.state)
-    search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.96})))
+    search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
     search.goes(Finished(trial="00002", reason="enough"))
     first, second = (each for each in caplog.messages if " at step 2" in each)
-    assert "accuracy 0.9 (its best: 0.95): " in first
-    assert "accuracy 0.96 (its best: 0.97): " in second
+    assert "accuracy 0.9 (best by last report so far): " in first
+    assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
+    assert "accuracy 0.8 (best by last report: 0.9, trial 00001): " in second
+    outlook = SearchEstimate("e", objective_of("accuracy", "max"))
+    tracker = ProgressTracker(search.state, outlook, 0.0, datetime.now(UTC))
+    assert "; best by last report: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
+    assert results.best.trial == "00001"
+
+
+def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial="00001", config={}, apart=True), started_of("00001"))
+    search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
+    search.goes(TrialAdded(trial=T, config=CONFIG, apart=True), *TRAINED, Paused(trial=T, reason="rung"))
+    assert caplog.messages[-1].endswith("loss 0.5 (best by last report: 0.1, trial 00001): rung")
+    search.goes(AttemptEnded(trial="00001", cause=Cause.MACHINE, message=OWNER_VANISHED), started_of("00001", 2))
+    search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
+    assert caplog.messages[-1].endswith("loss 0.5 (best by last report so far): rung 2")
 
 
 def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:

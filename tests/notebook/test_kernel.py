@@ -143,6 +143,7 @@ def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
     code = "pt.durable_trainable(Net, {'rate': 0.1}, target='./runs', experiment='single', stop={'step': 3})"
     shown = kernel.run(code)
     assert "done after" in shown.html
+    assert "3 of 3, completed" in shown.html
     assert "single · completed" in shown.result["text/html"]
     assert shown.streams == ""
 

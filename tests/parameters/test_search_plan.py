@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
+from dataclasses import dataclass
 from inspect import Parameter, signature
+from pathlib import Path
 
 import pytest
 
 import prefect_tune as pt
 from prefect_tune.cli.shared.search_options import _OPTIONS, RUN
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
+from prefect_tune.parameters.checks.argument_checks import storable_config, valid_trainable
 from prefect_tune.parameters.checks.search_limits import warn_of_constants
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 
@@ -32,7 +37,8 @@ def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -
 
 
 def test_every_parameter_of_a_search_is_an_option_of_run_or_has_a_reason_not_to_be() -> None:
-    options = {_OPTIONS[name].sets or name for name in RUN} - {"settings"}  # a part of the space
+    taken = [name for names in RUN.values() for name in names]
+    options = {_OPTIONS[name].sets or name for name in taken} - {"settings"}  # a part of the space
     assert options == KEPT.keys() - NOT_AN_OPTION.keys()
 
 
@@ -75,3 +81,53 @@ def test_nothing_to_draw_is_a_warning_unless_the_search_proposes_more_than_the_s
     plan = SearchPlan(trainable=print, target="./nowhere", experiment="e", space=None, search=search)
     warn_of_constants(plan, logging.getLogger(__name__))
     assert ("the space has no distribution" in caplog.text) == warns
+
+
+@dataclass
+class Layer:
+    width: object
+    dropout: float = 0.1
+
+
+@dataclass
+class Network:
+    lr: object
+    layers: object
+
+
+def test_a_dataclass_is_a_configuration_and_a_space_and_so_is_one_within() -> None:
+    config = Network(0.1, (Layer(3), UserDict({"width": 4})))
+    plain = {"lr": 0.1, "layers": [{"width": 3, "dropout": 0.1}, {"width": 4}]}
+    assert storable_config(config) == plain
+    assert SearchPlan(trainable=print, target="./runs", experiment="e", space=config).space == plain
+    drawn = Network(pt.uniform(0, 1), pt.choice([Layer(pt.randint(1, 9)), Layer(8, 0)]))
+    for given in (drawn, {"lr": drawn.lr, "layers": drawn.layers}):
+        found = pt.tune.validate_parameters({"trainable": print, "target": Path("runs"), "space": given})["space"]
+        assert found["lr"] == pt.uniform(0, 1)
+        assert found["layers"] == pt.choice([{"width": pt.randint(1, 9), "dropout": 0.1}, {"width": 8, "dropout": 0}])
+
+
+@pytest.mark.parametrize("given", [pt.uniform(0, 1), Layer, [Layer(1)]], ids=repr)
+def test_a_domain_a_class_and_a_list_are_no_configuration(given: object) -> None:
+    with pytest.raises(InvalidInput):
+        storable_config(given)
+    with pytest.raises(InvalidInput):
+        SearchPlan(trainable=print, target="./runs", experiment="e", space=given)
+
+
+def test_a_domain_within_a_configuration_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'lr': expected a finite number"):
+        storable_config({"lr": pt.uniform(0, 1)})
+
+
+def test_a_path_is_a_target_of_a_flow_as_of_a_task(tmp_path: Path) -> None:
+    found = pt.tune.validate_parameters({"trainable": print, "target": tmp_path / "a" / "b"})["target"]
+    assert found == pt.LocalTarget(path=str(tmp_path / "a" / "b"))
+
+
+def test_a_run_of_a_deployment_says_how_its_worker_finds_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"is its project installed here, or its folder in PYTHONPATH\?"):
+        valid_trainable("my_project.train:Net")
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker sets it")
+    with pytest.raises(InvalidInput, match=r"install .* --job-variable 'env=\{\"PYTHONPATH\": "):
+        valid_trainable("my_project.train:Net")

@@ -45,7 +45,7 @@ def test_a_number_that_was_reported_as_text_is_said_to_be_text() -> None:
 
 def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:
     reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
-    said = "the last reports have ['accuracy']; scope='best' looks at all reports"
+    said = "the last reports have ['accuracy']; scope='all' looks at all reports"
     assert why(trial(*reports), curves=reports) == said
     assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
 

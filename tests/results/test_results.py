@@ -12,6 +12,8 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
+from prefect_tune.core.experiment.ranking import Scope
+from prefect_tune.core.experiment.retention import retired
 from prefect_tune.core.experiment.summary import best_of, objective_in
 from prefect_tune.core.experiment.trial_status import Status
 from prefect_tune.core.models import StepReport
@@ -57,9 +59,9 @@ def count_in(checkpoint: pt.Checkpoint | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("scope", "best"), [("last", B), ("best", A), ("all", A), ("avg", C), ("last-2-avg", C), ("last-1-avg", B)]
+    ("scope", "best"), [("last", B), ("all", A), ("avg", C), ("last-5-avg", C), ("last-10-avg", C)]
 )
-def test_which_trial_is_the_best_depends_on_the_scope(scope: str, best: str, results: pt.Results) -> None:
+def test_which_trial_is_the_best_depends_on_the_scope(scope: Scope, best: str, results: pt.Results) -> None:
     assert results.best_trial(scope=scope).trial == best
 
 
@@ -82,8 +84,8 @@ def test_a_mode_without_a_metric_is_that_of_the_search_or_refused(results: pt.Re
     assert pt.load_results(target, "e", metric="loss", mode="max").best_trial(mode="max").trial == A
 
 
-@pytest.mark.parametrize("scope", ["last", "best", "last-2-avg"])
-def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) -> None:
+@pytest.mark.parametrize("scope", ["last", "all", "last-5-avg"])
+def test_a_nested_metric_is_named_by_its_way(scope: Scope, results: pt.Results) -> None:
     assert results.best_trial("eval/size", "max", scope=scope).trial == A
     assert count_in(results.best_checkpoint(A, "eval/size", "max")) == "3"
     assert count_in(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
@@ -139,8 +141,19 @@ def test_every_checkpoint_of_every_trial_can_be_had(results: pt.Results) -> None
         results.checkpoint("99999")
 
 
-def test_of_equally_good_checkpoints_the_newest_is_the_best(results: pt.Results) -> None:
-    assert count_in(results.best_checkpoint(C)) == "3"
+def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_that_retention_keeps(
+    results: pt.Results,
+) -> None:
+    best = results.best_checkpoint()
+    assert best is not None
+    assert f"/{results.best_trial(scope='all').trial}/" in best.path
+    assert count_in(best) == "1"
+    assert results.best.trial != results.best_trial(scope="all").trial
+    assert count_in(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
+    saves = results.trials[C].checkpoints  # of losses 5, 4, 4: of equal ones the older stays
+    kept = [each for each in saves if each.sequence not in retired(saves, pt.Retention(best=1, metric="loss"))]
+    assert f"/{kept[0].step:010}-{kept[0].sequence:010}" in results.best_checkpoint(C).path
+    assert results.best_checkpoint(metric="accuracy") is None
 
 
 def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results) -> None:
@@ -215,7 +228,7 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
             search.trains(name, report.step, report.metrics)
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
     vars(results)["_reports"] = reports_as_arrow(curves)
-    assert (results.best.trial, results.best_trial(scope="best").trial) == ("b", "a")
+    assert (results.best.trial, results.best_trial(scope="all").trial) == ("b", "a")
     assert results._points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
 
 
@@ -263,3 +276,36 @@ def test_a_file_says_which_words_it_has_and_reports_have_the_columns_that_they_h
     for rows, version in versions.items():
         about = pq.read_schema(tmp_path / paths[rows]).metadata
         assert about[b"prefect-tune/version"].decode() == COLUMNS_VERSIONS[rows] == version
+
+
+def test_a_table_begins_with_what_a_person_asks_and_ends_with_the_long_texts() -> None:
+    search = JournalBuilder()
+    search.adds("a", {"lr": 0.5, "net": {"depth": 2}})
+    search.starts("a")
+    search.trains("a", 1, {"loss": 0.25, "reason": 7})
+    names = trials_as_arrow(search.state).column_names
+    assert names[:7] == ["trial", "status", "step", "config/lr", "config/net/depth", "loss", "metrics/reason"]
+    assert names[-3:] == ["checkpoint", "cause", "reason"]
+
+
+@pytest.mark.parametrize("count", [0, 3, 500])
+def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_path: Path) -> None:
+    search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
+    for number in range(count):
+        search.adds(f"{number:05}", {"lr": number / 8, "text": "x" * 400})
+        search.starts(f"{number:05}")
+        search.trains(f"{number:05}", 1, {"loss": number / 4, "other": 1})
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
+    assert dict(results.trials) == results.trials == search.state.trials
+    lines, html = repr(results.trials).splitlines(), results.trials._repr_html_()
+    assert max(map(len, lines)) <= 80
+    assert html.count("<tr") == (min(count, 20) + 1 if count else 0)
+    if not count:
+        assert lines == ["no trials"]
+        assert "no trials" in html
+        return
+    assert lines[0].split() == ["trial", "status", "step", "loss", "lr"]
+    assert lines[2].split() == ["00001", "running", "1", "0.25", "0.125"]
+    more = "and 480 more trials: results.to_pandas()"
+    assert len(lines) == (22 if count == 500 else 4)
+    assert (lines[-1] == more) == (more in html) == (count == 500)

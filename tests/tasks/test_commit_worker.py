@@ -41,6 +41,7 @@ from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_entry
+from prefect_tune.tasks import commit_worker as commit_worker_module
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
@@ -466,3 +467,38 @@ def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> Non
     events = [event for entry in harness.entries() for event in entry.events]
     asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
     assert asks == {1: False, 2: True, 3: False}
+
+
+@pytest.mark.parametrize(("days", "lines"), [(1, ["1"]), (0, ["1", "2", "3"])])
+def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
+    harness: CommitHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    days: int,
+    lines: Sequence[str],
+) -> None:
+    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(days=days))
+    caplog.set_level("INFO", logger="ledger")
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert [each.split()[1] for each in caplog.messages if " committed" in each] == lines
+    assert "step 1 committed, loss 1: 100 B" in caplog.messages
+
+
+def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(days=1))
+    caplog.set_level("INFO", logger="ledger")
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step)
+    until(lambda: harness.committed == [1, 2, 3])
+    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(0))
+    harness.save(commit_worker, 4)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert caplog.messages[-1] == "step 4 committed, loss 0.25: 100 B; 2 others since the last line"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import frame, line
@@ -54,7 +56,7 @@ def test_all_there_is_to_know_is_shown() -> None:
         "first  3 min 20 s, about 2 h 5 min left  12.3 reports/s",
         "trials  3 completed, 2 running of 20",
         "rungs   5 at step 1, 2 at step 3",
-        "best    00001: loss 0.142857 at step 1",
+        "best    by last report: trial 00001, loss 0.142857 at step 1",
         "        lr 0.1, model/depth 1, same always, name [bold]xxxxxxxxxxxxxxxxx…",
         "",
     ]
@@ -92,7 +94,8 @@ def test_many_rungs_are_cut_in_their_middle() -> None:
 
 def test_in_a_log_it_is_one_line() -> None:
     assert line(state()) == (
-        "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
+        "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; "
+        "best by last report: trial 00001, loss 0.142857"
     )
 
 
@@ -102,7 +105,7 @@ def test_what_is_over_takes_no_more_time() -> None:
 
 def test_while_a_search_ends_early_its_reason_stands_in_for_the_time_left() -> None:
     ending = state(left=None, ended_because="the time budget of 1:00:00 is spent\nmore")
-    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best: " in line(ending)
+    assert "after 3 min 20 s; ending: the time budget of 1:00:00 is spent; best by last report: " in line(ending)
     assert drawn(ending)[0] == "first  3 min 20 s, ending: the time budget of 1:00:00 is spent  12.3 reports/s"
 
 
@@ -113,7 +116,7 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
     assert "\x1b" not in "".join(lines)
     assert "\\x1b[31m" in lines[-1]
     assert [text.split()[0] for text in lines if text.startswith("00001")] == ["00001"]
-    assert lines[3].startswith("best    00001, errored: loss x")
+    assert lines[3].startswith("best    by last report: trial 00001, errored, loss x")
 
 
 def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
@@ -137,4 +140,35 @@ def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart()
 
 
 def test_completed_trials_that_cannot_be_compared_are_counted() -> None:
-    assert "; 2 without loss in the last report; best: " in line(state(lacking_count=2))
+    assert "; 2 without loss in the last report; best by last report: " in line(state(lacking_count=2))
+
+
+def training(**changes: object) -> ProgressState:
+    """A single training at step 12 of 80, of which step 10 is saved."""
+    saved = (CheckpointRef(step=10, sequence=3),)
+    more = {"step": 12, "attempt": 2, "checkpoints": saved, "metrics": {"loss": 0.5, "eval": {"accuracy": 0.75}}}
+    known = {
+        "outlook": SearchEstimate("first", None, 1, 80, is_training=True),
+        "running": [trial(1, Phase.RUNNING).model_copy(update={**more, "config": {"lr": 0.1}})],
+        "others": [],
+        "best": None,
+        "rungs": {},
+    }
+    return replace(state(), **{**known, **changes})
+
+
+def test_a_single_training_shows_its_step_metrics_pace_and_newest_checkpoint() -> None:
+    assert drawn(training(notes=[])) == [
+        "first  3 min 20 s, about 2 h 5 min left  12.3 steps/s",
+        "step    12 of 80, attempt 2",
+        "metrics loss 0.5, eval/accuracy 0.75",
+        "saved   step 10",
+        "config  lr 0.1",
+    ]
+    assert line(training()) == (
+        "first: step 12 of 80, attempt 2, loss 0.5, eval/accuracy 0.75 after 3 min 20 s; 12.3 steps/s; "
+        "about 2 h 5 min left; saved: step 10"
+    )
+    ended = [trial(3, Phase.FINISHED)]
+    assert line(training(running=[], others=ended)) == "first: step 3 of 80, completed, loss 0.428571 after 3 min 20 s"
+    assert drawn(training(running=[], notes=[]))[1:] == ["step    none yet"]

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, NewType, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, NewType, Self, TypeAlias, TypeVar
 
 from blake3 import blake3
 from pydantic import (
@@ -97,7 +97,7 @@ class StepReport(Value):
     """The metrics of a step, and the trial's training time up to it, over all attempts, lost steps excluded."""
 
     step: int
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
     trained_seconds: float = 0.0
 
 

@@ -27,7 +27,7 @@ class Digits(Trainable):
     state of the generator that draws batches. All of it is saved.
     """
 
-    def setup(self, config: Mapping[str, object]) -> None:
+    def setup(self, config: dict[str, Any]) -> None:
         self.config: dict[str, Any] = dict(config)
         self.random = np.random.default_rng(self.config["seed"])
         images, self.labels = load_digits(return_X_y=True)

@@ -57,11 +57,11 @@ class PartialFitTrainable(Trainable):
     trusted_types: ClassVar[frozenset[str]] = frozenset()
     """Types beside scikit-learn's that the estimator is made of; see `load_estimator`."""
 
-    def make_estimator(self, config: Mapping[str, Any]) -> Any:
+    def make_estimator(self, config: dict[str, Any]) -> Any:
         """Return a new estimator with the configuration's parameters."""
         raise NotImplementedError(f"{type(self).__name__}.make_estimator: return an estimator with partial_fit")
 
-    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
         """Return the data to train on: an array of examples, and their labels; None where there are none."""
         raise NotImplementedError(f"{type(self).__name__}.make_data: return examples and labels")
 
@@ -69,7 +69,7 @@ class PartialFitTrainable(Trainable):
         """Return the metrics of a step."""
         raise NotImplementedError(f"{type(self).__name__}.evaluate: return the metrics")
 
-    def setup(self, config: Mapping[str, object]) -> None:
+    def setup(self, config: dict[str, Any]) -> None:
         self.inputs, self.labels = self.make_data(config)
         self.estimator = _seeded(self.make_estimator(config), self.seed)
         self._batches_done = 0

@@ -59,9 +59,12 @@ class Progress(SearchObserver):
         self._log.info("%s", progress_view.line(self._tracker.state(self._logged_at)))
 
     def conclude(self) -> None:
-        """Log the final progress; if trials errored, warn, and name where their errors are shown."""
+        """Log the final progress; if trials of a search errored, warn, and name where their errors are shown."""
         state = self._tracker.state(time.monotonic())
-        if state.counts.get(Status.ERRORED):
+        if state.outlook.is_training:
+            if self.is_shown:  # elsewhere the log has a line of its end
+                self.log_progress()
+        elif state.counts.get(Status.ERRORED):
             name = state.outlook.experiment
             self._log.warning(
                 "%s; why: results.errors, or prefect-tune show TARGET %s", progress_view.line(state), name
@@ -92,7 +95,7 @@ class Progress(SearchObserver):
 def progress(
     experiment: Experiment, outlook: SearchEstimate, log: Log, stop: threading.Event, *, in_terminal: bool
 ) -> Iterator[SearchObserver]:
-    """Yield the listener that shows the progress of a search; log one final line unless the search raises.
+    """Yield the listener that shows the progress of a search or a single training; log one final line unless it raises.
 
     Args:
         experiment: its state when this run begins.
@@ -113,20 +116,6 @@ def progress(
     else:
         yield seen
     seen.conclude()
-
-
-@contextmanager
-def training_progress(
-    experiment: Experiment, outlook: SearchEstimate, log: Log, stop: threading.Event
-) -> Iterator[SearchObserver]:
-    """Yield the listener that shows a single training in a notebook; elsewhere one that shows nothing."""
-    if (output := output_here()) is None:
-        yield SearchObserver()
-        return
-    seen = _begun(experiment, outlook, log)
-    seen.is_shown = True
-    with live_output(output, seen.draw_html, seen.fall_back, stop):
-        yield seen
 
 
 def _begun(experiment: Experiment, outlook: SearchEstimate, log: Log) -> Progress:

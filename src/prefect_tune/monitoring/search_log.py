@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.ranking import Losses, losses_in
+from prefect_tune.core.experiment.ranking import Losses, best_label, best_saved, losses_in, smallest_first
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
@@ -17,8 +17,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     GaveUp,
     Paused,
-    Reported,
     Started,
+    TrialAdded,
     events_in,
 )
 from prefect_tune.core.models import first_line, metric_in, plural
@@ -46,25 +46,24 @@ class SearchLog(SearchObserver):
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
-        self._best: tuple[Losses, str] | None = None  # of all reports, if trials are compared by one metric
-        for trial in experiment.trials.values():
-            decided = (each.report.metrics for each in trial.past if each.report is not None)
-            for metrics in (*decided, *(each.metrics for each in trial.checkpoints), trial.metrics):
-                self._compare(trial.trial, metrics)
+        self._losses = {each.trial: self._losses_in(each.metrics) for each in experiment.trials.values()}
+        """Those of the last reports, in the order in which the trials were proposed."""
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
             match each:
+                case TrialAdded():
+                    self._losses[each.trial] = None
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
-                    self._log_event(each, experiment.trial(each.trial), experiment.name)
-                case Reported(trial=trial, report=report):
-                    self._compare(trial, report.metrics)
+                    trial = experiment.trial(each.trial)
+                    self._losses[each.trial] = self._losses_in(trial.metrics)
+                    self._log_event(each, trial, experiment.name)
                 case _:
                     pass
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._compare(step.trial, step.report.metrics)
+        self._losses[step.trial] = self._losses_in(step.report.metrics)
 
     def lost(self, trial: Trial, why: str) -> None:
         if trial.phase is Phase.RUNNING:
@@ -119,11 +118,10 @@ class SearchLog(SearchObserver):
         why, saved = first_line(reason), self._saved(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {why}{saved}"
-        losses = losses_in(trial.metrics, self._objective) if self._objective else None
-        metrics = self._metrics_of(trial, why)
+        losses, metrics = self._losses_in(trial.metrics), self._metrics_of(trial, why)
         if losses and self._objective and why.startswith(f"{shown(losses[0], self._objective)} at step {trial.step}: "):
             metrics, why = self._metrics_of(trial, ""), why.partition(": ")[2]  # a scheduler begins with the result
-        return f"{end} at step {trial.step}{metrics}{self._compared(trial, losses)}: {why}{saved}"
+        return f"{end} at step {trial.step}{metrics}{self._compared(trial)}: {why}{saved}"
 
     def _saved(self, end: str, trial: Trial, experiment: str) -> str:
         """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
@@ -131,30 +129,36 @@ class SearchLog(SearchObserver):
         if key is None:
             return "; no checkpoint"
         if end not in {Status.PAUSED, Status.PRUNED}:
-            return f"; checkpoint of step {key.step}: {below(self._uri, key.folder)}"
+            best = best_saved(trial.checkpoints, self._objective) if self._objective else ()
+            also = ""
+            if self._objective and best and best[0].sequence != key.sequence:
+                also = f" (the best one is of step {best[0].step}{_listed(best[0].metrics, self._objective.metrics)})"
+            return f"; checkpoint of step {key.step}{also}: {below(self._uri, key.folder)}"
         return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
 
     def _metrics_of(self, trial: Trial, why: str) -> str:
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
         if any(f"{name} = " in why for name in names):
             return ""  # a criterion that is met gives them
-        found = {name: metric_in(trial.metrics, name) for name in names}
-        return "".join(f", {name} {format_value(value)}" for name, value in found.items() if value is not None)
+        return _listed(trial.metrics, names)
 
-    def _compare(self, trial: str, metrics: Mapping[str, object]) -> None:
-        losses = losses_in(metrics, self._objective) if self._objective else None
-        if losses is not None and len(losses) == 1 and (self._best is None or losses < self._best[0]):
-            self._best = losses, trial
+    def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
+        return losses_in(metrics, self._objective) if self._objective else None
 
-    def _compared(self, trial: Trial, losses: Losses | None) -> str:
-        """Return how a trial's last report compares with the best of all reports; empty unless by one metric."""
-        if self._objective is None or self._best is None or losses is None or len(losses) != 1 or not trial.apart:
+    def _compared(self, trial: Trial) -> str:
+        """Return how a trial's last report compares with those of all trials, by the rule of `ranked`."""
+        if self._objective is None or self._losses[trial.trial] is None or not trial.apart:
             return ""
-        (best,), its_trial = self._best
-        if losses == (best,) and its_trial == trial.trial:
-            return " (the best so far)"
-        value = format_value(best if self._objective.modes[0] == "min" else -best)
-        return f" (its best: {value})" if its_trial == trial.trial else f" (best: {value}, trial {its_trial})"
+        best, losses = smallest_first(self._losses.items())[0]
+        if best == trial.trial:
+            return f" ({best_label(self._objective)} so far)"
+        value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
+        return f" ({best_label(self._objective)}: {format_value(value)}, trial {best})"
+
+
+def _listed(metrics: Mapping[str, object], names: Iterable[str]) -> str:
+    found = {name: metric_in(metrics, name) for name in names}
+    return "".join(f", {name} {format_value(value)}" for name, value in found.items() if value is not None)
 
 
 def _config_of(trial: Trial) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import ranked
+from prefect_tune.core.experiment.ranking import best_label, ranked
 from prefect_tune.core.experiment.summary import counted, named
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, paragraph, soft
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Points: TypeAlias = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
 """Learning curves: steps and values by trial and metric."""
-_MOST_ROWS = 20
+MOST_ROWS = 20
 _METRICS = 4
 _CHART_TRIALS = 2
 
@@ -78,13 +78,17 @@ def _parts(view: ReportInput, read_curves: Callable[[Sequence[str], Sequence[str
     best = view.best[0] if view.best and objective else None
     yield paragraph(escaped(view.experiment.name), kind="pt-title")
     yield facts_table(_facts(view, best))
-    shown = ordered[:_MOST_ROWS]
+    shown = ordered[:MOST_ROWS]
     yield trials_html(shown, metrics, best=best.trial if best else None, more={"checkpoint": _checkpoints(shown)})
-    if count > len(shown):
-        yield paragraph(soft(f"and {plural(count - len(shown), 'more trial', 'more trials')}: results.to_pandas()"))
+    yield paragraph(soft(more_trials(count - len(shown))))
     errored = [each for each in view.trials if each.status is Status.ERRORED]
     yield errors_html(errored, len(errored))
     yield from _curves(view, metrics, read_curves)
+
+
+def more_trials(count: int) -> str:
+    """Return how many trials a table leaves out, and where they are; empty if none."""
+    return f"and {plural(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""
 
 
 def _facts(view: ReportInput, best: Trial | None) -> Mapping[str, Html]:
@@ -96,7 +100,8 @@ def _facts(view: ReportInput, best: Trial | None) -> Mapping[str, Html]:
     if best is not None and view.objective is not None:
         compared = zip(view.objective.metrics, view.objective.modes, strict=True)
         values = [f"{name} {format_value(metric_in(best.metrics, name))} ({mode})" for name, mode in compared]
-        facts["best"] = escaped(f"{named(best.trial, best.status)}: {', '.join(values)} at step {best.step}")
+        said = f"trial {named(best.trial, best.status)}, {', '.join(values)} at step {best.step}"
+        facts["best"] = escaped(f"{best_label(view.objective).removeprefix('best ')}: {said}")
         facts[""] = escaped(", ".join(f"{name} {value}" for name, value in config_cells(best)))
     return facts
 

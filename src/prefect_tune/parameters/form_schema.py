@@ -1,4 +1,6 @@
-"""JSON schemas of the flows' parameters for forms, where the schema of the type is unclear or asks for secrets.
+"""The types of the flows' parameters: what checkers accept in a call, and JSON schemas for forms.
+
+A parameter has a schema of its own where that of its type is unclear or asks for secrets.
 
 The flows themselves still accept objects from a script. But Prefect's API refuses deployment parameters that do not
 fit the schema; so a form selects or names a saved block, and never takes a block's fields with their credentials.
@@ -6,21 +8,30 @@ fit the schema; so a form selects or names a saved block, and never takes a bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeAlias
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
 
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
-from pydantic import ConfigDict, WithJsonSchema, create_model
+from pydantic import BeforeValidator, ConfigDict, GetCoreSchemaHandler, WithJsonSchema, create_model
 from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.object_target import ObjectTarget
+from prefect_tune.callbacks import Callback
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.schedulers.base import Scheduler
+from prefect_tune.core.search.base import Search
+from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.parameters.grouped_flow import OPTIONS, GroupedFlow
 from prefect_tune.parameters.resume_mode import RerunErrored
+from prefect_tune.runtime.trainable import Trainable
 
 _Schema: TypeAlias = Mapping[str, Any]
 _NOTHING: _Schema = {"type": "null"}
@@ -81,6 +92,16 @@ class _AskedAs:
         return dict(self._schema())
 
 
+class _ValidatedAs:
+    """A type annotation that replaces the type for pydantic: checkers see what is declared."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(self._kind)
+
+
 def _one_of(*kinds: _Schema) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [dict(kind) for kind in kinds]})
 
@@ -131,12 +152,50 @@ def _sync() -> _Schema:
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
 
-_MODE = _choice("One mode for all metrics", "min", "max")
+def _without_path(target: object) -> object:
+    return resolve_target(target) if isinstance(target, os.PathLike) else target
 
-TargetField: TypeAlias = Annotated[StorageTarget | str, _AskedAs(_target)]
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+_MODE = _choice("One mode for all metrics", "min", "max")
+_OPTIONAL_DICT = _ValidatedAs(dict[str, Any] | None)
+_UNCHECKED = _ValidatedAs(Any)
+"""For what `SearchPlan` validates: its messages say more."""
+_Json: TypeAlias = Mapping[str, Mapping[str, Any]]
+_Function: TypeAlias = Callable[[Mapping[str, Any]], object]
+
+TargetLike: TypeAlias = StorageTarget | str | os.PathLike[str]
+"""A block, the `type/name` of a saved block, a URI, or a path of this machine."""
+TrainableLike: TypeAlias = type[Trainable] | Callable[[Any], object] | str
+"""A subclass of `pt.Trainable`, a function of the configuration, or the `package.module:Name` of one."""
+ConfigLike: TypeAlias = Mapping[str, Any] | _Dataclass
+"""A configuration or a space: a dict, or a dataclass whose fields are its parameters."""
+StopLike: TypeAlias = (
+    Stopper
+    | _Function
+    | Mapping[str, float | Mapping[str, Any]]
+    | Sequence[Stopper | _Function | Mapping[str, float | Mapping[str, Any]]]
+    | str
+    | None
+)
+"""A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
+
+TargetField: TypeAlias = Annotated[
+    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_without_path), _AskedAs(_target)
+]
+ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
+StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
+SchedulerField: TypeAlias = Annotated[Scheduler | _Json | str | None, _UNCHECKED]
+SearchField: TypeAlias = Annotated[Search | _Json | str | None, _UNCHECKED]
+ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _ValidatedAs(dict[str, float] | None)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
-TrainableField: TypeAlias = Annotated[Any, WithJsonSchema({"type": "string"})]
-OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Name"), _NOTHING)]
+TrainableField: TypeAlias = Annotated[TrainableLike, _UNCHECKED, WithJsonSchema({"type": "string"})]
+OtherTrainableField: TypeAlias = Annotated[
+    TrainableLike | None, _UNCHECKED, _one_of(_text("package.module:Name"), _NOTHING)
+]
 MetricField: TypeAlias = Annotated[
     str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
 ]
@@ -144,7 +203,9 @@ ModeField: TypeAlias = Annotated[
     Mode | list[Mode] | None, _one_of(_MODE, _list_of("One mode for each metric", _MODE), _NOTHING)
 ]
 CallbacksField: TypeAlias = Annotated[
-    list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
+    Sequence[Callback | str] | None,
+    _ValidatedAs(list[Any] | None),
+    _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING),
 ]
 ResumeField: TypeAlias = Annotated[
     bool | str,

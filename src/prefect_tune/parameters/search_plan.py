@@ -18,7 +18,7 @@ from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.resources import Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import SampleFrom, domains_in
+from prefect_tune.core.search.domains import SampleFrom, as_dicts, domains_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
@@ -66,13 +66,14 @@ def valid_bound(bound: int) -> int:
     return bound
 
 
-def space_of(space: Mapping[str, Any]) -> dict[str, object]:
-    """Return a space with its JSON specifications replaced by domain objects; existing objects stay.
+def space_of(space: object) -> dict[str, object]:
+    """Return a space, a mapping or a dataclass, with domain objects in place of their JSON; existing objects stay.
 
     Raises:
         InvalidInput: it is not a valid space, or a function of a `sample_from` cannot be imported.
     """
-    return space_from_json(space, load=lambda name: cast("Function", load_named(name, "sample_from")))
+    given = cast("Mapping[str, Any]", as_dicts(space))
+    return space_from_json(given, load=lambda name: cast("Function", load_named(name, "sample_from")))
 
 
 class SearchPlan(ValidatedParameters):

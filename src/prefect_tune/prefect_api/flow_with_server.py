@@ -84,8 +84,11 @@ class FlowWithServer(Flow[_P, _R]):
     prestart: Prestart | None
     """Called while a server starts, if one does."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # one signature, see below
         """Validate the arguments, then run the flow as Prefect does.
+
+        Prefect's overloads for `return_state=True` are left out of the types, and work: with them, checkers report a
+        misspelt option as a call that fits none of five signatures, without its name.
 
         Raises:
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; nothing was

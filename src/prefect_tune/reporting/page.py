@@ -89,10 +89,9 @@ def _headline(facts: Facts) -> str:
     """Return one line with the best metric, the progress, and the errors."""
     parts = []
     if len(facts.best) == 1 and facts.metric:
-        name = facts.metric[0]
-        parts.append(
-            f"Best {name}: {format_cell(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})"
-        )
+        name, best = facts.metric[0], facts.best[0]
+        value = format_cell(metric_in(best.metrics, name))
+        parts.append(f"Best {name} by last report: {value} (trial {_named(best)})")
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -115,7 +114,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         best = facts.trials[0]
     else:
         return
-    yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
+    yield Heading(f"Best by last report: trial {_named(best)}" if facts.best else "The trial")
     rows: list[tuple[str, Cell]] = [
         ("status", status_label(best.status, best.step)),
         ("metrics", _clipped(format_metrics(best.metrics), 300)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from prefect_tune.arrow_tables import metric_columns, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
@@ -18,9 +20,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import curve
 from prefect_tune.core.experiment.ranking import (
     Losses,
+    Scope,
+    best_saved,
     front,
     losses_in,
-    needs_curve,
     ranked,
     scored,
     smallest_first,
@@ -28,6 +31,7 @@ from prefect_tune.core.experiment.ranking import (
 )
 from prefect_tune.core.experiment.summary import counted, objective_in, trial_named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal.trial_journal import trial_today
 from prefect_tune.core.models import StepReport, first_line, flat, metric_in
@@ -35,10 +39,13 @@ from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.result_files import Rows
-from prefect_tune.notebook.results_html import Points, curve_points, results_html
+from prefect_tune.notebook.results_html import MOST_ROWS, Points, curve_points, more_trials, results_html
+from prefect_tune.notebook.trials_html import trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.publish_results import read_reports
+from prefect_tune.terminal.progress_view import common_metrics
+from prefect_tune.terminal.trials_table import trials_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,6 +103,36 @@ def _compared_by(
     return known
 
 
+class Trials(Mapping[str, Trial]):
+    """The trials of an experiment by name; printed, or shown in a notebook, as a table of the first 20."""
+
+    def __init__(self, trials: Mapping[str, Trial], metrics: Sequence[str] = ()) -> None:
+        """Args: metrics: those to show; by default all of them."""
+        self._trials = trials
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> Trial:
+        return self._trials[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trials)
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __repr__(self) -> str:
+        shown, console = list(self.values())[:MOST_ROWS], Console(color_system=None, force_jupyter=False)
+        with console.capture() as text:
+            console.print(trials_table(shown, self._metrics or common_metrics(shown), width=console.width))
+        lines = [each.rstrip() for each in text.get().splitlines()] if shown else ["no trials"]
+        return "\n".join([*lines, more_trials(len(self) - len(shown))]).rstrip()
+
+    def _repr_html_(self) -> str:
+        shown = list(self.values())[:MOST_ROWS]
+        table = trials_html(shown, self._metrics or common_metrics(shown))
+        return cell_html(table, paragraph(soft(more_trials(len(self) - len(shown)) if shown else "no trials")))
+
+
 @dataclass(frozen=True, repr=False)
 class Results:
     """The state of an experiment when it was read. Curves, reports and checkpoints are read on demand."""
@@ -107,9 +144,9 @@ class Results:
     """What trials are compared by; None if the experiment has no metric."""
 
     @property
-    def trials(self) -> Mapping[str, Trial]:
-        """Every trial, in the order in which they were proposed."""
-        return self.experiment.trials
+    def trials(self) -> Trials:
+        """Every trial by its name, in the order in which they were proposed."""
+        return Trials(self.experiment.trials, self.objective.metrics if self.objective else ())
 
     @property
     def errors(self) -> Mapping[str, str]:
@@ -120,11 +157,11 @@ class Results:
 
     @property
     def best(self) -> Trial:
-        """The trial whose last report is the best. Raises as `best_trial`."""
+        """The trial whose last report is the best: `best_trial()`, which compares other reports too. Raises as it."""
         return self.best_trial()
 
     def best_trial(
-        self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: str = "last"
+        self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: Scope = "last"
     ) -> Trial:
         """Return the best trial; of equal ones the one that was proposed first.
 
@@ -134,8 +171,9 @@ class Results:
             metric: the metric to compare by; of several the first decides, and the next one between equals.
                 Default: the metric of the search.
             mode: of `metric`, as in `load_results`.
-            scope: the reports to compare: the last one (`"last"`), the best one (`"best"`, or `"all"`), the mean
-                of all (`"avg"`), or the mean of the last few (`"last-5-avg"`, with any number).
+            scope: the reports to compare: the last one (`"last"`, as wherever a trial is called the best), the best
+                one of each trial (`"all"`), the mean of all (`"avg"`), or that of the last five or ten
+                (`"last-5-avg"`, `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -158,9 +196,9 @@ class Results:
             )
         return objective
 
-    def _ranked(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+    def _ranked(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
         trials = self.trials.values()
-        found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
+        found = self._ranked_by_curves(objective, scope) if scope != "last" else ranked(trials, objective)
         if not found:
             why = why_none(trials, objective, scope, lambda: self._curves_of(objective.metrics))
             raise InvalidInput(
@@ -169,7 +207,7 @@ class Results:
             )
         return found
 
-    def _ranked_by_curves(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+    def _ranked_by_curves(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
         curves = self._curves_of(objective.metrics)
         return smallest_first(
             (each, scored(curves.get(each.trial, ()), objective, scope)) for each in self.trials.values()
@@ -195,40 +233,50 @@ class Results:
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
-        known = self._today(trial)
+        (known,) = self._today(trial)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None
 
     def best_checkpoint(
-        self, trial: str | Trial, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min"
+        self,
+        trial: str | Trial | None = None,
+        metric: str | Sequence[str] | None = None,
+        mode: Mode | Sequence[Mode] = "min",
     ) -> Checkpoint | None:
-        """Return the committed checkpoint whose step reported the best metric; of equal ones the newest.
+        """Return the checkpoint whose step has the best report: of all trials, or of one.
 
-        Of several metrics the first decides, and the next one between equals. None if no kept checkpoint has it.
+        `best_trial` compares last reports, so that this may be a checkpoint of another trial. Of several metrics the
+        first decides, and the next one between equals; of equally good checkpoints it is that of the trial that was
+        proposed first, and of its ones the oldest, which `Retention(best=1)` keeps. None if no kept checkpoint has the
+        metrics.
+
+        Args:
+            trial: the trial. Default: all trials.
+            metric: as in `best_trial`.
+            mode: as in `best_trial`.
 
         Raises:
-            InvalidInput: there is no metric to compare by.
+            InvalidInput: there is no metric to compare by, or no such trial.
         """
         objective = self._by(metric, mode)
-        known = self._today(trial)
-        scores = [
-            (losses, -each.sequence, each)
-            for each in known.checkpoints
-            if (losses := losses_in(each.metrics, objective))
-        ]
-        if not scores:
-            return None
-        ref = min(scores, key=lambda score: score[:2])[2]
-        folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
-        return self.target.checkpoint(folder.checkpoint_key(ref))
+        saved = {each.trial: best_saved(each.checkpoints, objective) for each in self._today(trial)}
+        compared = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
+        for name, _ in smallest_first(compared)[:1]:
+            folder = TrialKey(experiment=self.experiment.name, trial=name)
+            return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
+        return None
 
-    def _today(self, trial: str | Trial) -> Trial:
-        """Return a trial's present state: since it was read it may have saved, and deleted older checkpoints."""
-        known = self._trial(trial)
-        if known.phase in ENDED:
-            return known
+    def _today(self, trial: str | Trial | None) -> Sequence[Trial]:
+        """Return the present state of a trial, or of all: it may have saved since, and deleted older checkpoints."""
+        trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
+        if all(each.phase in ENDED for each in trials):
+            return trials
+        name = self.experiment.name
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return trial_today(store, self.experiment.name, known, side_by_side=transfers)
+            return [
+                each if each.phase in ENDED else trial_today(store, name, each, side_by_side=transfers)
+                for each in trials
+            ]
 
     def _trial(self, trial: str | Trial) -> Trial:
         return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
@@ -291,7 +339,7 @@ class Results:
 Curves = Mapping[str, Sequence[Mapping[str, object]]]
 
 
-def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves: Callable[[], Curves]) -> str:
+def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: Callable[[], Curves]) -> str:
     """Return why none of the trials can be ranked by `scope`.
 
     Args:
@@ -301,8 +349,8 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
     names = sorted({name for each in trials for name in flat(each.metrics)})
     if said := _as_text(trials, objective):
         return said
-    if scope == "last" and names and any(scored(curve, objective, "best") for curve in curves().values()):
-        return f"the last reports have {names}; scope='best' looks at all reports"
+    if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves().values()):
+        return f"the last reports have {names}; scope='all' looks at all reports"
     if errored and len(errored) == len(trials):
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
@@ -33,7 +33,7 @@ class Trainable:
     resumed run ends with exactly the weights of an uninterrupted one.
     """
 
-    def setup(self, config: Mapping[str, object]) -> None:
+    def setup(self, config: dict[str, Any]) -> None:
         """Build the model from the trial's configuration."""
 
     def step(self) -> Mapping[str, object]:
@@ -51,7 +51,7 @@ class Trainable:
         """Read the files that `save_checkpoint` wrote. The directory is removed later: copy what you still need."""
         raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
 
-    def reset_config(self, config: Mapping[str, object]) -> bool:
+    def reset_config(self, config: dict[str, Any]) -> bool:
         """Reset this object for another trial with this configuration and return True; return False if it cannot be."""
         del config
         return False
@@ -142,7 +142,7 @@ class TrialInfo:
     """From 1; each retry and resume adds one."""
     directory: Path
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
-    config: Mapping[str, object]
+    config: Mapping[str, Any]
     """Its configuration."""
     _session: TrialSession = field(repr=False)
 

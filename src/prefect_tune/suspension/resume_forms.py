@@ -9,7 +9,7 @@ from prefect.input import RunInput
 from pydantic import Field, create_model
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import ranked
+from prefect_tune.core.experiment.ranking import best_label, ranked
 from prefect_tune.core.experiment.resume_options import Standing
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
@@ -116,7 +116,7 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
     if objective is not None and (compared := ranked(trials, objective)):
         best = compared[0][0]
         metrics = ", ".join(f"{escaped(name)} {metric_in(best.metrics, name):.6g}" for name in objective.metrics)
-        yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
+        yield f"{escaped(best_label(objective))}: trial {best.trial}, {metrics} at step {best.step}"
     yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
     yield escaped(code)
 

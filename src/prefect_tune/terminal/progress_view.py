@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from prefect_tune.core.experiment.ranking import best_label
 from prefect_tune.core.experiment.summary import named
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.models import first_line, metric_in
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.models import first_line, flat, metric_in
 from prefect_tune.core.texts import visible
 from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
 from prefect_tune.terminal.progress_state import Note, ProgressState
@@ -46,13 +47,16 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
 
 def line(state: ProgressState) -> str:
     """Return the progress as one line, for a log."""
+    if state.outlook.is_training:
+        return f"{state.outlook.experiment}: {'; '.join(_of_training(state))}"
     parts = [f"{_trial_counts(state)} after {format_duration(state.elapsed)}"]
     if state.running and (left := time_left(state)):
         parts.append(left)
     if state.lacking_count and state.outlook.objective is not None:
         parts.append(f"{state.lacking_count} without {', '.join(state.outlook.objective.metrics)} in the last report")
     if state.best is not None and state.outlook.objective is not None:
-        parts.append(f"best: trial {_best_name(state.best)}, {_compared(state, state.best)}")
+        name = named(state.best.trial, state.best.status)
+        parts.append(f"{best_label(state.outlook.objective)}: trial {name}, {_compared(state, state.best)}")
     return f"{state.outlook.experiment}: {'; '.join(parts)}"
 
 
@@ -62,15 +66,53 @@ def _head(state: ProgressState) -> Iterator[Text]:
 
 
 def head_facts(state: ProgressState) -> Mapping[str, str]:
-    """Return the progress beside the table of trials: counts, rungs, the best trial, and below it its configuration."""
+    """Return the progress beside the table of trials: counts, rungs, the best trial, and below it its configuration.
+
+    A single training has no table: its step, metrics, newest checkpoint and configuration.
+    """
+    if state.outlook.is_training:
+        return _training_facts(state)
     facts = {"trials": _trial_counts(state)}
     if state.rungs:
         facts["rungs"] = _rungs(state)
     if state.best is not None and state.outlook.objective is not None:
         best = state.best
-        facts["best"] = f"{_best_name(best)}: {_compared(state, best)} at step {best.step}"
+        said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}"
+        facts["best"] = f"{best_label(state.outlook.objective).removeprefix('best ')}: {said}"
         facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts
+
+
+def _training_facts(state: ProgressState) -> Mapping[str, str]:
+    trial = next(iter((*state.running, *state.others)), None)
+    if trial is None:
+        return {"step": "none yet"}
+    of_all = f" of {state.outlook.step_count}" if state.outlook.step_count else ""
+    attempt = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
+    ended = "" if trial.status is Status.RUNNING else f", {trial.status}"
+    newest = newest_checkpoint(trial)
+    facts = {
+        "step": f"{trial.step}{of_all}{attempt}{ended}",
+        "metrics": ", ".join(f"{name} {format_value(value)}" for name, value in flat(trial.metrics).items()),
+        "saved": f"step {newest.step}" if newest else "",
+        "config": ", ".join(f"{name} {value}" for name, value in config_cells(trial)),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _of_training(state: ProgressState) -> Iterator[str]:
+    facts = _training_facts(state)
+    metrics = f", {facts['metrics']}" if "metrics" in facts else ""
+    yield f"step {facts['step']}{metrics} after {format_duration(state.elapsed)}"
+    if state.running:
+        yield from filter(None, (_pace(state), time_left(state)))
+    if "saved" in facts:
+        yield f"saved: {facts['saved']}"
+
+
+def _pace(state: ProgressState) -> str:
+    unit = "steps/s" if state.outlook.is_training else "reports/s"
+    return f"{state.reports_per_second:.3g} {unit}" if state.reports_per_second else ""
 
 
 def time_left(state: ProgressState) -> str:
@@ -86,8 +128,8 @@ def _title(state: ProgressState) -> Text:
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := time_left(state):
         title.append(visible(f", {left}"))
-    if state.reports_per_second:
-        title.append(f"  {state.reports_per_second:.3g} reports/s", "dim")
+    if pace := _pace(state):
+        title.append(f"  {pace}", "dim")
     return title
 
 
@@ -110,17 +152,18 @@ def _rungs(state: ProgressState) -> str:
     return ", ".join(said_rungs)
 
 
-def _best_name(best: Trial) -> str:
-    return named(best.trial, best.status)
-
-
 def _compared(state: ProgressState, trial: Trial) -> str:
     metrics = state.outlook.objective.metrics if state.outlook.objective else ()
     return ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
 
 
 def chosen_trials(state: ProgressState, most: int) -> Sequence[Trial]:
-    """Return the trials to show: running ones, with a third of the lines for the best of the others."""
+    """Return the trials to show: running ones, with a third of the lines for the best of the others.
+
+    None for a single training, which `head_facts` shows.
+    """
+    if state.outlook.is_training:
+        return ()
     others = min(len(state.others), max(most // 3, most - len(state.running)))
     return [*state.running[: most - others], *state.others[:others]] if most > 0 else ()
 

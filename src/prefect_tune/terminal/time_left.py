@@ -39,6 +39,8 @@ class SearchEstimate:
     """The number of trials that train at a time."""
     promotions: Promotions | None = None
     """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
+    is_training: bool = False
+    """Whether it is a single training, not a search."""
     resumes_paused: bool = False
     """Whether every paused trial trains on, as in a population that takes turns."""
 

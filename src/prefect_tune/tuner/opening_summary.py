@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.ranking import best_label
 from prefect_tune.core.experiment.summary import best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status
 from prefect_tune.core.models import leaves, metric_in, plural
@@ -86,7 +87,7 @@ def _found(found: Experiment, objective: Objective | None) -> str:
     if best is None or objective is None:
         return said
     values = ", ".join(f"{name} {format_value(metric_in(best.metrics, name))}" for name in objective.metrics)
-    return f"{said}; best: trial {named(best.trial, best.status)}, {values}"
+    return f"{said}; {best_label(objective)}: trial {named(best.trial, best.status)}, {values}"
 
 
 def _space(space: Mapping[str, object]) -> str:

@@ -27,7 +27,7 @@ from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
-from prefect_tune.monitoring.progress import training_progress
+from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import DisplayGroup
 from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
@@ -53,7 +53,7 @@ from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stopping.stop_handling import Outside
 
 
-def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
+def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
 
     Returns:
@@ -64,7 +64,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
         return _trained_in_turns(plan, config)
 
 
-def _trained_in_turns(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial] | TrialFailed:
+def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
     stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
@@ -135,13 +135,13 @@ def _driven(
         has_had_enough=lambda _: is_done,
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
-    outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count)
+    outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count, is_training=True)
     reporter = Reporter(spec.target, state, outlook, log)
     live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
     with (
         reported(reporter, stop),
         nullcontext() if is_done else emitting_events(emitter, stop),
-        training_progress(state, outlook, log, stop) as shown,
+        progress(state, outlook, log, stop, in_terminal=spec.isolation == "process") as shown,
         live,
     ):
         lines = SearchLog(state, None, spec.target.uri, log)

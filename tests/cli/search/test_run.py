@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.cli.shared.option_parsing import space_from
+from prefect_tune.cli.shared.search_options import parameters_from
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
@@ -80,6 +82,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
         *("--space", tmp_path / "space.yaml", "--set", "depth.of.it=[1, 2]", "--mode", "max", "--num-samples", 2),
         *("--scheduler", '{"ASHA": {"max_t": 4}}', "--search", '{"RandomSearch": {"num_samples": 2}}', "--seed", 7),
         *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
+        *("--keep-best", 2),
         *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),
         *("--tag", "mine", "--grace-period-seconds", 3, "--silence-timeout-seconds", 60, "--resume", "never"),
         *("--on-code-change", "refuse", "--warm-start", "first"),
@@ -88,8 +91,9 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     shown = json.loads(done.out)
     assert shown["trials"][0]["config"]["depth"] == {"of": {"it": [1, 2]}}
     assert all(0 <= each["config"]["x"] <= 0.1 for each in shown["trials"])
-    assert max(len(each["checkpoints"]) for each in shown["trials"]) == 1
+    assert max(len(each["checkpoints"]) for each in shown["trials"]) == 2
     settings = shown["settings"]
+    assert settings["retention"] == {"last": 1, "best": 2, "metric": "loss", "mode": "max", "every": None}
     assert settings["warm_start"] == ["first"]
     assert list(pt.load_results(tmp_path, "e").experiment.learned) == ["first"]
     assert {name: settings[name] for name in ("mode", "num_samples", "seed", "stop", "fail_fast", "isolation")} == {
@@ -101,6 +105,27 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
         "isolation": "thread",
     }
     assert {"checkpoint", "retention", "failures", "scheduler", "search", "max_concurrent_trials"} <= set(settings)
+
+
+@pytest.mark.parametrize("mode", [[], ["min"], ["max"], ["max", "min"]])
+def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[str]) -> None:
+    kept = parameters_from({"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode})["retention"]
+    assert kept == pt.Retention(best=2, metric="loss", mode="max" if mode[:1] == ["max"] else "min")
+    with pytest.raises(WrongUsage, match=r"--keep-best: .* --metric NAME"):
+        parameters_from({"keep_best": 2, "metric": []})
+    assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_of_run_begins_with_the_common_options_and_fits(run: Run, columns: int) -> None:
+    lines = run("run", "--help", columns=columns).out.splitlines()
+    panels = [line.split()[1] for line in lines if line.startswith("╭")]
+    assert panels == ["Arguments", "Options", "Checkpoints", "More", "If", "Where"]
+    ends = [number for number, line in enumerate(lines) if line.startswith("╰")]
+    common = "\n".join(lines[ends[0] : ends[1]])
+    assert all(flag in common for flag in ("--set", "--metric", "--num-samples", "--scheduler", "--stop"))
+    assert ends[1] < 40
+    assert len(lines) < 90
 
 
 @pytest.mark.timeout(900)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.ranking import front, losses_in, needs_curve, ranked, scored, valid_scope
+from prefect_tune.core.experiment.ranking import Scope, best_label, front, losses_in, ranked, scored, valid_scope
 from prefect_tune.core.experiment.summary import best_first
 from prefect_tune.core.experiment.trial_transitions import Trial, with_report
 from prefect_tune.core.models import StepReport
@@ -17,24 +17,21 @@ CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
 
 @pytest.mark.parametrize(
     ("scope", "loss"),
-    [("last", 2.0), ("best", 1.0), ("all", 1.0), ("avg", 2.5), ("last-2-avg", 2.5), ("last-3-avg", 2.0)],
+    [("last", 2.0), ("all", 1.0), ("avg", 4.0), ("last-5-avg", 3.0), ("last-10-avg", 4.0)],
 )
-def test_a_scope_says_by_which_reports_a_trial_is_compared(scope: str, loss: float) -> None:
-    assert scored(CURVE, LOSS, scope) == (loss,)
+def test_a_scope_says_by_which_reports_a_trial_is_compared(scope: Scope, loss: float) -> None:
+    assert scored([{"loss": 9.0}, {"loss": 5.0}, *CURVE], LOSS, scope) == (loss,)
 
 
-def test_more_reports_than_there_are_is_all_of_them() -> None:
-    assert scored(CURVE, LOSS, "last-9-avg") == scored(CURVE, LOSS, "avg")
-
-
-@pytest.mark.parametrize("scope", ["first", "last-0-avg", "last--avg", "last-x-avg", "avg-5", "", "LAST"])
-def test_a_scope_that_is_none_is_refused(scope: str) -> None:
-    with pytest.raises(InvalidInput, match=r"scope .*: expected 'last'"):
+@pytest.mark.parametrize("scope", ["first", "best", "last-2-avg", "avg-5", "", "LAST"])
+def test_a_scope_that_is_none_is_refused(scope: Scope) -> None:
+    with pytest.raises(InvalidInput, match=r"scope .*: expected one of 'last', 'all', 'avg', 'last-5-avg'"):
         valid_scope(scope)
 
 
-def test_only_the_last_report_is_known_without_reading_the_curve() -> None:
-    assert [scope for scope in ("last", "best", "all", "avg", "last-3-avg") if not needs_curve(scope)] == ["last"]
+def test_the_best_of_several_metrics_is_named_by_the_one_that_decides() -> None:
+    several = Objective(metrics=("loss", "size"), modes=("min", "min"))
+    assert (best_label(LOSS), best_label(several)) == ("best by last report", "best loss by last report")
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])
@@ -44,7 +41,7 @@ def test_what_no_float_can_hold_is_nothing_to_compare(value: object) -> None:
 
 def test_large_is_good_where_the_mode_says_so() -> None:
     accuracy = Objective(metrics=("accuracy",), modes=("max",))
-    assert scored([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "best") == (-0.9,)
+    assert scored([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "all") == (-0.9,)
 
 
 @pytest.mark.parametrize("missing", [{}, {"loss": "text"}, {"loss": None}, {"loss": float("nan")}])
@@ -52,7 +49,7 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
     assert losses_in(missing, LOSS) is None
     assert scored([missing, {"loss": 2.0}, missing], LOSS, "avg") == (2.0,)
     assert scored([{"loss": 2.0}, missing], LOSS, "last") is None
-    assert scored([missing], LOSS, "best") is None
+    assert scored([missing], LOSS, "all") is None
 
 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:

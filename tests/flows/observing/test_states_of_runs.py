@@ -182,7 +182,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
     with pytest.raises(pt.SearchFailed):
         searched(local_target, [0.05])
     again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
-    state = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
+    state: Any = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
     assert state.is_failed()
     asked = "to retry with the code as it is now, pass rerun_errored=True (prefect-tune resume "
     assert f"1 errored trial was not retried: {asked}" in str(state.message)
@@ -245,9 +245,9 @@ def test_the_log_of_a_search_tells_of_each_trial_and_of_each_error_once(
     assert "slots: 1 trial at once on this machine" in said
     assert "trial 00001 begins: breaks False, x 0.9" in said
     for start in (
-        "trial 00000 completed at step 4, loss 0.1 (the best so far): ",
-        "trial 00001 pruned at step 1, loss 0.9 (best: 0.1, trial 00000): ",
-        "trial 00002 errored at step 1, loss 0.05 (the best so far): failure 1 of the trainable (max_failures=0): Ari",
+        "trial 00000 completed at step 4, loss 0.1 (best by last report so far): ",
+        "trial 00001 pruned at step 1, loss 0.9 (best by last report: 0.1, trial 00000): ",
+        "trial 00002 errored at step 1, loss 0.05 (best by last report so far): failure 1 of the trainable (max_fail",
     ):
         assert sum(each.startswith(start) for each in said) == 1, said
     assert sum("Traceback (most recent call last)" in each for each in said) == 1
@@ -262,7 +262,7 @@ def test_the_log_of_a_rerun_says_what_was_found(local_target: LocalTarget, caplo
     searched(local_target, [0.1, 0.05])
     caplog.clear()
     searched(local_target, [0.1, 0.05])
-    found = "2 trials found: 1 completed, 1 errored; best: trial 00001, errored, loss 0.05"
+    found = "2 trials found: 1 completed, 1 errored; best by last report: trial 00001, errored, loss 0.05"
     assert f"experiment 'shown' at {local_target.uri}: {found}" in caplog.messages
     finished = "experiment 'shown' was finished already, and this run trained nothing: "
     assert sum(each.startswith(finished) for each in caplog.messages) == 1

@@ -97,7 +97,7 @@ def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
 
 
 def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
-    table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
+    table = borderless_table("experiment", "kind", "trials", "best by last report", "as of (UTC)")
     for row, fresh in rows:
         best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
         trials = row.damage or format_counts(row.trials)

@@ -129,10 +129,10 @@ def _owner_of(state: Experiment) -> str:
 def _head(state: Experiment) -> Mapping[str, object]:
     """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
-    by = zip(objective.metrics, objective.modes, strict=True) if objective else ()
+    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     return {
         "experiment": state.name,
-        **({"by": ", ".join(f"{mode} {name}" for name, mode in by)} if objective else {}),
+        **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
         "trials": format_counts(counted(state)),
         "owner": _owner_of(state),
     }

@@ -72,9 +72,12 @@ def deploy(
 ) -> None:
     """Create a deployment of each FLOW, by default of all flows; with --name, one for a single experiment.
 
-    Run it again to update the deployments; schedules that were changed in the UI stay.
+    Run it again to update the deployments; schedules that were changed in the UI stay. The worker imports the
+    trainable: install its project there, or name its folder in PYTHONPATH, as in the second example.
 
     prefect-tune deploy --work-pool training
+
+    prefect-tune deploy --work-pool training --job-variable 'env={"PYTHONPATH": "/home/me/project"}'
 
     prefect-tune deploy tune --name nightly --params @nightly.json
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin

@@ -22,8 +22,8 @@ def run(
     trainable: Annotated[
         str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
     ],
-    target: Annotated[str, asks("--target", "TARGET", "Storage of the experiment.")],
-    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Name of the experiment.")],
+    target: Annotated[str, asks("--target", "TARGET", "Where it is stored.")],
+    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name there.")],
     *,
     as_json: AsJson = False,
     **options: Any,

@@ -35,20 +35,20 @@ class _Option:
     kind: Any = str
     at_least: int | None = None
     default: object = None
-    """Shown in the help, unless it is None or False."""
     sets: str | None = None
     """The flow's parameter, where the option has another name."""
     read: Callable[[Any], object] = lambda given: given.value if isinstance(given, Enum) else given
     """Makes the parameter's value; None leaves the flow's default."""
 
-    def parameter(self, name: str) -> Parameter:
+    def parameter(self, name: str, panel: str) -> Parameter:
         """Return the command's parameter, as typer reads it."""
         info = typer.Option(
             self.flag or f"--{name.replace('_', '-')}",
             metavar=self.metavar,
             help=self.about,
-            show_default=isinstance(self.default, Enum),
+            show_default=False,
             min=self.at_least,
+            rich_help_panel=panel,
         )
         kind = self.kind | None if self.default is None else self.kind
         return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=self.default, annotation=Annotated[kind, info])
@@ -76,10 +76,15 @@ def _cadence(steps: int) -> object:
     return Cadence(every_steps=steps)
 
 
-def _retention(count: int) -> object:
+def _retention(last: int | None, best: int | None, metrics: Sequence[str], modes: Sequence[str]) -> object:
     from prefect_tune.core.experiment.retention import Retention
 
-    return Retention(last=count)
+    if best is None:
+        return Retention(last=last)
+    if not metrics:
+        raise WrongUsage("--keep-best: which checkpoints are the best? Name the metric: --metric NAME")
+    mode = "max" if "max" in modes[:1] else "min"
+    return Retention(last=last, best=best, metric=metrics[0], mode=mode)
 
 
 def _failures(count: int) -> object:
@@ -89,32 +94,28 @@ def _failures(count: int) -> object:
 
 
 _OPTIONS: Mapping[str, _Option] = {
-    "space": _Option(metavar="FILE", kind=Path, about="The search space, as JSON or YAML."),
-    "settings": _Option(
-        metavar="NAME=VALUE", flag="--set", kind=list[str], about="A parameter, such as x=3, n=choice(1,2)."
-    ),
-    "metric": _Option(metavar="NAME", kind=list[str], read=_one_or_more, about="The metric that compares trials."),
-    "mode": _Option(
-        metavar="min|max", kind=list[_Mode], read=_one_or_more, about="Direction of the metric. Default: min."
-    ),
+    "space": _Option(metavar="FILE", kind=Path, about="The space, as JSON or YAML."),
+    "settings": _Option(metavar="NAME=VALUE", flag="--set", kind=list[str], about="A parameter: n=choice(1,2)."),
+    "metric": _Option(metavar="NAME", kind=list[str], read=_one_or_more, about="What trials are compared by."),
+    "mode": _Option(metavar="min|max", kind=list[_Mode], read=_one_or_more, about="Its direction. Default: min."),
     "num_samples": _Option(
         metavar="N", kind=int, at_least=1, about="Trials; with a grid, per point. Default: 10; grid alone: 1."
     ),
-    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="Instead of a total: N new samples."),
+    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="N new samples, in place of a total."),
     "scheduler": _Option(
         metavar="JSON",
         read=lambda text: spelling_from(text, "--scheduler"),
-        about='Stops poor trials early: {"ASHA": {"max_t": 81}}.',
+        about="Stops poor trials early.",
     ),
     "search": _Option(
         metavar="JSON",
         read=lambda text: spelling_from(text, "--search"),
-        about="Search algorithm. Default: random and grid search.",
+        about="Default: random and grid.",
     ),
     "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from the trials of this experiment."),
     "seed": _Option(metavar="N", kind=int, at_least=0, about="Seed of all draws. Default: from EXPERIMENT."),
-    "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
-    "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
+    "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="Ends a trial; or MODULE:NAME."),
+    "max_concurrent_trials": _Option(metavar="N", kind=int, about="Default: one per CPU."),
     "time_budget_seconds": _seconds("--time-budget-seconds", "After S seconds save all trials and end."),
     "checkpoint_every": _Option(
         metavar="STEPS",
@@ -129,8 +130,14 @@ _OPTIONS: Mapping[str, _Option] = {
         kind=int,
         at_least=1,
         sets="retention",
-        read=_retention,
-        about="Checkpoints to keep per trial. Default: all.",
+        about="Newest checkpoints to keep per trial. Default: all.",
+    ),
+    "keep_best": _Option(
+        metavar="N",
+        kind=int,
+        at_least=1,
+        sets="retention",
+        about="Best checkpoints to keep per trial, by the first --metric.",
     ),
     "max_failures": _Option(
         metavar="N",
@@ -143,7 +150,10 @@ _OPTIONS: Mapping[str, _Option] = {
     "fail_fast": _Option(kind=bool, default=False, about="Stop at the first trial that errors."),
     "callbacks": _Option(metavar="MODULE:NAME", flag="--callback", kind=list[str], about="A callback for the search."),
     "trials": _Option(
-        metavar="WHERE", kind=_Trials, default=_Trials.tasks, about="tasks: in this run; deployment: a flow run each."
+        metavar="WHERE",
+        kind=_Trials,
+        default=_Trials.tasks,
+        about="tasks (default): in this run; deployment: a flow run each.",
     ),
     "trial_deployment": _Option(metavar="NAME", about="Deployment for --trials deployment."),
     "trial_job_variables": _Option(
@@ -164,21 +174,24 @@ _OPTIONS: Mapping[str, _Option] = {
         flag="--resource",
         kind=list[str],
         read=lambda given: numbers_from(given, "--resource"),
-        about="Resources of a trial: gpu=0.5 or cpu=2.",
+        about="Of a trial: gpu=0.5 or cpu=2.",
     ),
     "isolation": _Option(
         metavar="WHAT",
         kind=_Isolation,
         default=_Isolation.process,
-        about="process: one for each trial; thread: for debuggers.",
+        about="process (default): one for each trial; thread: for debuggers.",
     ),
     "reuse": _Option(
-        metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: fork, keep, never, or auto."
+        metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: auto (default), fork, keep, or never."
     ),
     "grace_period_seconds": _seconds("--grace-period-seconds", "Time to save after a stop signal. Default: 25."),
     "silence_timeout_seconds": _seconds("--silence-timeout-seconds", "Restart a trial after S without a report."),
     "resume": _Option(
-        metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: EXPERIMENT exists; never: it is new."
+        metavar="HOW",
+        kind=_Resume,
+        default=_Resume.auto,
+        about="auto (default); must: EXPERIMENT exists; never: it is new.",
     ),
     "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
     "only_errored": _Option(
@@ -188,7 +201,7 @@ _OPTIONS: Mapping[str, _Option] = {
         metavar="WHAT",
         kind=_OnCodeChange,
         default=_OnCodeChange.warn,
-        about="If the code has changed: warn, or refuse.",
+        about="If the code has changed: warn (default), or refuse.",
     ),
     "fork": _Option(metavar="NAME", about="Resume a copy of EXPERIMENT under this name."),
     "at": _Option(metavar="ENTRY", kind=int, about="Fork at this journal entry. Default: the last."),
@@ -202,12 +215,29 @@ _OPTIONS: Mapping[str, _Option] = {
     ),
     "trainable": _Option(metavar="MODULE:NAME", about="Replaces the one in the journal; required on a bucket."),
 }
-RUN: Sequence[str] = list(_OPTIONS)[: list(_OPTIONS).index("fork")]
-"""The options of `run`, in the order of its help."""
-RESUME: Sequence[str] = (
-    *("fork", "at", "rerun_errored", "only_errored", "total_samples", "samples_per_run", "stop", "space", "settings"),
-    *("max_concurrent_trials", "time_budget_seconds", "trainable", "scheduler", "search", "callbacks"),
-)
+RUN: Mapping[str, Sequence[str]] = {
+    "Options": (
+        *("settings", "space", "metric", "mode", "num_samples", "scheduler", "search", "stop"),
+        *("max_concurrent_trials", "resources_per_trial"),
+    ),
+    "Checkpoints and failures": (
+        *("checkpoint_every", "keep_last", "keep_best", "max_failures", "fail_fast"),
+        *("silence_timeout_seconds", "grace_period_seconds"),
+    ),
+    "More on the search": ("samples_per_run", "seed", "warm_start", "time_budget_seconds", "callbacks"),
+    "If EXPERIMENT exists": ("resume", "rerun_errored", "only_errored", "on_code_change"),
+    "Where trials run": (
+        *("trials", "trial_deployment", "trial_job_variables", "trial_tags", "concurrency_limits"),
+        *("isolation", "reuse"),
+    ),
+}
+"""The options of `run` by panel of its help, the common ones first."""
+RESUME: Mapping[str, Sequence[str]] = {
+    "Options": (
+        *("fork", "at", "rerun_errored", "only_errored", "total_samples", "samples_per_run", "stop", "settings"),
+        *("space", "max_concurrent_trials", "time_budget_seconds", "trainable", "scheduler", "search", "callbacks"),
+    )
+}
 """Those of `resume`."""
 
 
@@ -217,14 +247,14 @@ def flag_of(name: str) -> str:
     return f"{option.flag or '--' + name.replace('_', '-')} {option.metavar}"
 
 
-def takes(names: Sequence[str]) -> Callable[[_Command], _Command]:
+def takes(panels: Mapping[str, Sequence[str]]) -> Callable[[_Command], _Command]:
     """Return a decorator: the command, a function of `**options`, takes these options before its own flags."""
 
     def decorated(command: _Command) -> _Command:
         own = [each for each in signature(command, eval_str=True).parameters.values() if each.name != "options"]
         arguments = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in own]
         required = [each for each in arguments if each.default is each.empty]
-        options = [_OPTIONS[name].parameter(name) for name in names]
+        options = [_OPTIONS[name].parameter(name, panel) for panel, names in panels.items() for name in names]
         flags = [each for each in arguments if each.default is not each.empty]
         command.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # typer reads it
             parameters=[*required, *options, *flags]
@@ -241,5 +271,8 @@ def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
         WrongUsage: an option is invalid.
     """
     given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
+    last, best = given.pop("keep_last", None), given.pop("keep_best", None)
     read = {_OPTIONS[name].sets or name: _OPTIONS[name].read(value) for name, value in given.items()}
+    if last or best:
+        read["retention"] = _retention(last, best, given.get("metric", []), given.get("mode", []))
     return {name: value for name, value in read.items() if value is not None}

@@ -1,42 +1,56 @@
-"""Rank trials by their last report, their best one, or a mean of reports; find the Pareto front of several metrics."""
+"""Rank trials: by their last report wherever one is called the best, by other reports only where a scope is given.
+
+The last report is that of the newest checkpoint, which `Results.checkpoint` and `export` return; the best of all
+reports favours noisy and long trials, may not be saved, and is known only from the learning curves. Checkpoints are
+ranked by the report that they were saved with: `best_saved`, for retention too.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, get_args
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.search.objective import Objective
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 
-__all__ = ["Losses", "front", "losses_in", "needs_curve", "ranked", "scored", "smallest_first", "valid_scope"]
+__all__ = [
+    "Losses",
+    "Scope",
+    "best_label",
+    "best_saved",
+    "front",
+    "losses_in",
+    "ranked",
+    "scored",
+    "smallest_first",
+    "valid_scope",
+]
+
+Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
+"""The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
 
 Losses: TypeAlias = tuple[float, ...]
 """One number for each metric, smaller is better."""
 _Key = TypeVar("_Key")
-_MEAN_OF_LAST = re.compile(r"last-([1-9]\d*)-avg")
 
 
-def valid_scope(scope: str) -> str:
-    """Return `scope` if it is valid: `last`, `best` (or `all`), `avg`, `last-5-avg` with any number.
+def best_label(objective: Objective) -> str:
+    """Return what the best trial is called where people read it; of several metrics it names the one that decides."""
+    return "best by last report" if len(objective.metrics) == 1 else f"best {objective.metrics[0]} by last report"
 
-    Raises:
-        InvalidInput: it is none of these.
-    """
-    if scope in {"last", "best", "all", "avg"} or _MEAN_OF_LAST.fullmatch(scope):
+
+def valid_scope(scope: Scope) -> Scope:
+    """Return `scope`. Raises `InvalidInput` if it is none."""
+    if scope in get_args(Scope):
         return scope
-    raise InvalidInput(f"scope {scope!r}: expected 'last', 'best' (or 'all'), 'avg' or 'last-5-avg' with any number")
+    raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
 
 
-def needs_curve(scope: str) -> bool:
-    """Return whether `scope` needs reports before the last one."""
-    return scope != "last"
-
-
-def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: str) -> Losses | None:
+def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None where no report has all metrics.
 
     A report that lacks a metric, or has a text in its place, is skipped; with scope `last` the result is None
@@ -48,13 +62,16 @@ def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: s
     match scope:
         case "last":
             return losses_in(curve[-1], objective)
-        case "best" | "all":
+        case "all":
             return min(found)
         case "avg":
             return _mean(found)
+        case "last-5-avg":
+            return _mean(found[-5:])
+        case "last-10-avg":
+            return _mean(found[-10:])
         case _:
-            window = _MEAN_OF_LAST.fullmatch(valid_scope(scope))
-            return _mean(found[-int(window[1]) :]) if window else None
+            assert_never(scope)
 
 
 def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
@@ -79,6 +96,11 @@ def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_
     """Return the pairs that have losses, best first; of equals, the one that comes first in `scores`."""
     compared = [(key, losses) for key, losses in scores if losses is not None]
     return sorted(compared, key=lambda pair: pair[1])
+
+
+def best_saved(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
+    """Return the checkpoints whose report has the metrics, best first; of equals, the one that comes first."""
+    return [each for each, _ in smallest_first((each, losses_in(each.metrics, objective)) for each in checkpoints)]
 
 
 def _mean(found: Sequence[Losses]) -> Losses:

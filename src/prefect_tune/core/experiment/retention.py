@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from prefect_tune.core.experiment.ranking import best_saved
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, QuarantinedCheckpoint
-from prefect_tune.core.models import Value, metric_in
-from prefect_tune.core.numbers import is_finite
+from prefect_tune.core.models import Value
+from prefect_tune.core.search.objective import objective_of
 
 __all__ = ["Retention", "retired", "retired_aside"]
 
@@ -20,7 +21,7 @@ class Retention(Value):
     """Which checkpoints are kept: those that at least one rule keeps. Without any rule all are kept.
 
     The newest checkpoint and pinned ones are always kept. A checkpoint whose metric is missing
-    is never among the best.
+    is never among the best; of equally good ones the older is kept, so that a new one replaces none.
 
     Args:
         last: keep this many of the newest.
@@ -55,7 +56,8 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
     stays |= {each.sequence for each in checkpoints if each.pinned}
     stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
-    stays |= {each.sequence for each in _best(checkpoints, policy)}
+    if (objective := objective_of(policy.metric, policy.mode)) is not None:
+        stays |= {each.sequence for each in best_saved(checkpoints, objective)[: policy.best]}
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
 
 
@@ -73,17 +75,3 @@ def retired_aside(
     going = retired(sorted((*checkpoints, *refs), key=lambda each: each.sequence), policy)
     oldest = checkpoints[-(policy.last or 1)].sequence
     return [each for each in refs if each.sequence in going and each.sequence < oldest]
-
-
-def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:
-    """Return the best by metric; of equals the older, so that a new equal one retires none."""
-    if policy.best is None:
-        return ()
-    sign = 1 if policy.mode == "min" else -1
-    scored = [(sign * score, each) for each in checkpoints if (score := _score(each, policy.metric)) is not None]
-    return [each for _, each in sorted(scored, key=lambda pair: (pair[0], pair[1].sequence))[: policy.best]]
-
-
-def _score(checkpoint: CheckpointRef, metric: str | None) -> float | None:
-    value = metric_in(checkpoint.metrics, metric or "")
-    return float(value) if isinstance(value, int | float) and is_finite(value) else None

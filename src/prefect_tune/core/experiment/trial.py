@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -62,7 +62,7 @@ class Trial(Value):
     """One configuration being trained: its state folded from the journal."""
 
     trial: TrialId
-    config: Mapping[str, object]
+    config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     apart: bool = False
     """Whether it has its own journal, whose entries the experiment's journal absorbs."""
@@ -71,7 +71,7 @@ class Trial(Value):
     attempt: int = 0
     step: int = 0
     """The newest step reported in the present history (without steps that were lost)."""
-    metrics: Mapping[str, object] = Field(default_factory=dict)
+    metrics: Mapping[str, Any] = Field(default_factory=dict)
     """The metrics of that step."""
     trained_seconds: float = 0.0
     """The training time up to that step, in seconds; 0 also if it was not measured."""

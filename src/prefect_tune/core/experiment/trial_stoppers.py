@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.function_calls import other_signature
@@ -176,7 +176,7 @@ class _Function(Stopper):
 
 
 StopCriteria: TypeAlias = (
-    "Stopper | Mapping[str, float] | Callable[[Mapping[str, object]], object] | Sequence[StopCriteria] | None"
+    "Stopper | Mapping[str, float] | Callable[[Mapping[str, Any]], object] | Sequence[StopCriteria] | None"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -66,7 +67,7 @@ class CheckpointRef(Value):
 
     step: int
     sequence: int
-    metrics: Mapping[str, object] = Field(default_factory=dict)
+    metrics: Mapping[str, Any] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     size_bytes: int = 0
     pinned: bool = False

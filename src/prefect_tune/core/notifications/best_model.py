@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import Losses, losses_in
+from prefect_tune.core.experiment.ranking import Losses, best_saved, losses_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
 from prefect_tune.core.models import Metrics, metric_in
 from prefect_tune.core.notifications.prefect_events import BestImproved, few
@@ -68,17 +68,9 @@ def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Map
 
     The best model that `BestSoFar` announced last is among them, if it is saved. Empty without an objective.
     """
-    found = _scored_checkpoints(experiment, objective)
-    least = min((losses for losses, _, _ in found), default=None)
-    return {trial: sequence for losses, trial, sequence in reversed(found) if losses == least}
-
-
-def _scored_checkpoints(experiment: Experiment, objective: Objective | None) -> list[tuple[Losses, str, int]]:
     if objective is None:
-        return []
-    return [
-        (losses, trial.trial, each.sequence)
-        for trial in experiment.trials.values()
-        for each in trial.checkpoints
-        if (losses := losses_in(each.metrics, objective)) is not None
-    ]
+        return {}
+    by_trial = {each.trial: best_saved(each.checkpoints, objective)[:1] for each in experiment.trials.values()}
+    best = [(trial, ref, losses_in(ref.metrics, objective)) for trial, refs in by_trial.items() for ref in refs]
+    least = min((losses for _, _, losses in best if losses is not None), default=None)
+    return {trial: ref.sequence for trial, ref, losses in best if losses == least}

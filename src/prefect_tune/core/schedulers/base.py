@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -66,7 +66,7 @@ class TrialReport:
     trial: TrialId
     report: StepReport
     """Its step, metrics and training time."""
-    config: Mapping[str, object] | None = None
+    config: Mapping[str, Any] | None = None
     """Its present configuration; None where that is the one it was added with, or that of its last exploit."""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
@@ -22,9 +22,16 @@ from prefect_tune.core.schedulers.base import (
 )
 from prefect_tune.core.schedulers.common import is_count, is_number, loss_of, shown
 from prefect_tune.core.schedulers.pbt_explore import Explorer, as_mutations, require_names_of
+from prefect_tune.core.search.domains import Choice, SampleFrom
+from prefect_tune.core.search.numeric_domains import Range
 from prefect_tune.core.search.objective import Objective
 
 __all__ = ["PBT"]
+
+Mutation: TypeAlias = (
+    Range | Choice | SampleFrom | Sequence[object] | Callable[[Mapping[str, Any]], object] | Mapping[str, Any]
+)
+"""What a value may become: a domain, options, a function of the configuration; or a nested mapping of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class PBT(Scheduler):
     """
 
     perturbation_interval: int = field(metadata={"example": 5})
-    hyperparam_mutations: Mapping[str, object] = field(
+    hyperparam_mutations: Mapping[str, Mutation] = field(
         metadata={"example": {"lr": {"loguniform": [1e-4, 0.1]}}, "json": "space"}
     )
     quantile_fraction: float = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
@@ -20,7 +20,7 @@ Space: TypeAlias = Mapping[str, object]
 class Proposed:
     """The next trial, with this `config`: JSON, every value of the space resolved."""
 
-    config: Mapping[str, object]
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ __all__ = [
     "Domain",
     "Grid",
     "SampleFrom",
+    "as_dicts",
     "choice",
     "domains_in",
     "frozen",
@@ -187,6 +188,19 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     return SampleFrom(function)
 
 
+def as_dicts(node: object, levels: int = _DEEPEST) -> object:
+    """Return part of a configuration or space with its dataclasses and mappings as dicts; domains stay as they are."""
+    if isinstance(node, Domain | SampleFrom) or levels <= 0:
+        return node
+    if is_dataclass(node) and not isinstance(node, type):
+        node = {each.name: getattr(node, each.name) for each in fields(node)}
+    if isinstance(node, Mapping):
+        return {key: as_dicts(value, levels - 1) for key, value in node.items()}
+    if isinstance(node, MutableSequence | tuple) and not isinstance(node, bytearray):
+        return [as_dicts(value, levels - 1) for value in node]
+    return node
+
+
 def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
     """Return a copy of part of a space: domains as they are, everything else plain JSON.
 
@@ -197,6 +211,8 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
         return node
     if levels <= 0:
         raise InvalidInput(f"{where[:80]}…: expected at most {_DEEPEST} levels, found more: {_NO_JSON}")
+    if is_dataclass(node):
+        node = as_dicts(node, levels)
     if isinstance(node, Mapping):
         return {_key(key, where): frozen(value, f"{where}.{key}", levels - 1) for key, value in node.items()}
     if isinstance(node, list | tuple):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
@@ -38,7 +38,7 @@ from prefect_tune.integrations.optuna.distributions import (
 from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself, sampler_from
 from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
-Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping[str, object]], Sequence[float]]
+Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
 """Names of metrics, or a function of (config, metrics): a trial is feasible where each number is at most 0."""
 
 _log = logging.getLogger("prefect_tune")

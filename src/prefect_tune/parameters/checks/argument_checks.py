@@ -7,17 +7,19 @@ import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import cast
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
+from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
+from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice
 from prefect_tune.runtime.trainable import require_trainable
@@ -34,14 +36,14 @@ def experiment_name(given: str | None) -> str:
     return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
 
 
-def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
-    """Return the configuration as plain JSON.
+def storable_config(config: object) -> dict[str, object]:
+    """Return the configuration, a mapping, a dataclass or None, as plain JSON.
 
     Raises:
         InvalidInput: it holds a value that JSON cannot represent.
     """
     try:
-        return storable(config or {}, "config")
+        return storable(cast("Mapping[str, object]", as_dicts({} if config is None else config)), "config")
     except BadMetric as error:
         raise InvalidInput(
             f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
@@ -117,18 +119,26 @@ def name_of(trainable: object) -> Mapping[str, str]:
 
 def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
-    project = module.partition(".")[0]
+    missing = None
     try:
-        module = project if importlib.util.find_spec(project) is None else module
-        found = importlib.util.find_spec(module)
+        if importlib.util.find_spec(module) is None:
+            missing = module
     except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
-        raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
-    if found is None:
-        raise InvalidInput(
-            f"trainable {name!r}: there is no module {module!r}"
-            f"{_near(module) or '; is its project installed here, or its folder in PYTHONPATH?'}"
-        )
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):  # else it is its package that is missing
+            raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
+    if missing is not None:
+        raise InvalidInput(f"trainable {name!r}: there is no module {missing!r}{_near(missing) or _where_to_install()}")
     return name
+
+
+def _where_to_install() -> str:
+    if is_in_run_of_deployment():
+        return (
+            "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
+            """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
+        )
+    return "; is its project installed here, or its folder in PYTHONPATH?"
 
 
 def _near(module: str) -> str:
