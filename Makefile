@@ -50,8 +50,8 @@ test-newer:  ## some seconds of it on 3.12 and 3.13, where they are there
 
 # The oldest Prefect that pyproject.toml allows and the newest that there is, over the lock, each in a venv of its own.
 PREFECTS := oldest newest
-PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' pyproject.toml).0"
-PREFECT_newest = --upgrade "prefect>=3,<4"
+PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' pyproject.toml).0" "fastapi<0.151" "sqlalchemy<2.1"
+PREFECT_newest = --upgrade "prefect>=3,<4" sqlalchemy
 # What hangs on Prefect most: suspend, forms, retries, deployments, calls, artifacts, assets, the server of a script.
 PREFECT_TESTS := tests/prefect_api tests/test_testing.py tests/suspension tests/deploy tests/cli/search/test_deploy.py \
 	tests/monitoring/test_live_report.py tests/flows/resuming/test_last_form.py tests/flows/resuming/test_asking_here.py \
@@ -63,7 +63,7 @@ test-prefect:  ## what hangs on Prefect most, on the oldest and the newest Prefe
 	done; exit $$failed
 
 on-prefect: $(VENV)/.dev
-	$(call INSTALL,$(PREFECT_$(WHICH)) "fastapi<0.151" "sqlalchemy<2.1")
+	$(call INSTALL,$(PREFECT_$(WHICH)))
 	$(BIN)/python -c 'import prefect; print("Prefect", prefect.__version__)'
 	$(BIN)/python -m pytest -q -n 2 -m "not integrations" $(PREFECT_TESTS)
 

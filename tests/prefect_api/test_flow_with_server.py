@@ -9,13 +9,20 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import pytest
-from prefect.settings import get_current_settings
+from prefect.context import FlowRunContext
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
 
 import prefect_tune as pt
+from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.prefect_database import migrated_database
 
 MODULE = """
@@ -95,6 +102,7 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     assert said["whole server loaded here"] is False
     assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
     assert sorted(name for _, name in trained(database)) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
+    assert f"Starting a Prefect server for this process at {said['url']}: this takes some seconds" in done.stderr
     assert "telemetry" not in done.stderr
     assert telemetry_sessions(database) == 0
     assert heartbeats(database) == 0
@@ -149,3 +157,63 @@ def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None
         check=False,
     )
     assert done.stdout == "True False None\n", done.stderr
+
+
+def test_the_first_start_says_that_it_creates_a_database(tmp_path: Path) -> None:
+    where = "sqlite+aiosqlite:///{}/prefect.db"
+    with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: where.format(tmp_path)}):
+        assert str(tmp_path / "prefect.db") in flow_with_server._patience_advice()
+        (tmp_path / "prefect.db").touch()
+        assert flow_with_server._patience_advice() == "this takes some seconds"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def test_a_server_that_is_down_is_one_error_with_what_to_do(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}/api"
+    code = """
+from prefect_tune.prefect_api import flow_with_server
+flow_with_server._RESTART_SECONDS = 0.5
+import prefect_tune as pt
+pt.tune(print, {"x": 1.0}, target="runs", metric="loss")
+"""
+    environment = {**os.environ, "PREFECT_API_URL": url}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"prefect_tune.core.errors.InvalidInput: no Prefect server answers at PREFECT_API_URL={url}")
+    assert "Connection refused" in last
+    assert "prefect server start" in last
+    assert "prefect config unset PREFECT_API_URL" in last
+    assert "waiting up to" in done.stderr
+    assert "/prefect/" not in done.stderr  # no line of Prefect's engine
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["http://nowhere.invalid/api", "no-url"])
+def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(pt.InvalidInput, match="no Prefect server answers"):
+        pt.durable_trainable(print, {}, target=str(tmp_path))
+
+
+def test_a_server_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, listening = free_port(), []
+    monkeypatch.setattr("time.sleep", lambda _: listening.append(socket.create_server(("", port))))
+    flow_with_server._require_listening(f"http://127.0.0.1:{port}/api")
+    listening[0].close()
+
+
+def test_a_call_within_a_flow_run_does_not_look_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_with_server, "_require_listening", pytest.fail)
+    with FlowRunContext.model_construct(), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        flow_with_server._have_server(ExitStack(), nullcontext)
+
+
+def test_behind_a_proxy_only_prefect_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    flow_with_server._require_listening("https://nowhere.invalid/api")

@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -19,10 +21,13 @@ from copy import copy
 from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from prefect import Flow
-from prefect.context import refresh_global_settings_context
+from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+_log = get_logger("prefect_tune")
+_RESTART_SECONDS = 15.0
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
@@ -84,7 +91,8 @@ class FlowWithServer(Flow[_P, _R]):
         misspelt option as a call that fits none of five signatures, without its name.
 
         Raises:
-            InvalidInput: an argument is wrong.
+            InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; nothing was
+                started.
             KeyboardInterrupt: Ctrl-C. Its message says what to do; if nothing catches it, Python prints no traceback.
                 `has_begun` says whether the flow run had begun, which then ends as *Interrupted*, of type Cancelled.
         """
@@ -204,15 +212,20 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
     Args:
         resources: entered for the duration of the flow.
         prestarted: called once the server's process has started.
+
+    Raises:
+        InvalidInput: nothing answers at the URL of the configured API.
     """
     with _guard:
         current = get_current_settings()
         if current.api.url or not current.server.ephemeral.enabled or _SERVER_MODULE in sys.modules:
             if current.api.url in _started_here:
                 resources.enter_context(_without_heartbeats())
+            elif current.api.url and FlowRunContext.get() is None:  # a run that has begun outlives an outage
+                _require_listening(current.api.url)
             return
         server = start_prefect_server(_environment(), services="few")
-        get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
+        _log.info("Starting a Prefect server for this process at %s: %s", server.url, _patience_advice())
         atexit.register(server.end)
         answers = False
         try:
@@ -228,6 +241,45 @@ def _have_server(resources: ExitStack, prestarted: Callable[[], AbstractContextM
                 server.end()
         if answers:
             _started_here.add(server.url)
+
+
+def _patience_advice() -> str:
+    database = get_current_settings().server.database.connection_url
+    path = Path(database.get_secret_value().partition(":///")[2]) if database else None
+    if path is None or not path.name or path.exists():
+        return "this takes some seconds"
+    return f"the first start creates its database, {path}, which may take more than a minute"
+
+
+def _require_listening(url: str) -> None:
+    """Wait for a server that may just be restarting to accept connections; behind a proxy, leave that to Prefect.
+
+    Raises:
+        InvalidInput: it does not accept any within 15 s.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or url, parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return
+    until, is_said = time.monotonic() + _RESTART_SECONDS, False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return
+        if time.monotonic() >= until:
+            raise InvalidInput(
+                f"no Prefect server answers at PREFECT_API_URL={url} ({reason}). Start it (prefect server start); or "
+                "remove the setting (unset PREFECT_API_URL, prefect config unset PREFECT_API_URL), and this process "
+                "starts a server of its own"
+            )
+        if not is_said:
+            wait = "No Prefect server answers at %s (%s): waiting up to %.0f s, since it may be restarting"
+            _log.warning(wait, url, reason, _RESTART_SECONDS)
+            is_said = True
+        time.sleep(0.2)
 
 
 def _set_up(url: str | None) -> None:
