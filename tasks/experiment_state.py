@@ -26,6 +26,7 @@ from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_saves import adopt
+from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -222,7 +223,7 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
 
     def look(store: ObjectStore) -> str | None:
         try:
-            return digest_of(store.read(journal_key(experiment).entry_path(1)))
+            return digest_of(read_document(store, journal_key(experiment).entry_path(1), JournalCorrupt))
         except ObjectNotFound:
             return None
 

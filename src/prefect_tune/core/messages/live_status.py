@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import StepReport, TrialId, Value
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -106,7 +106,7 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
         if not (paths := _listed(store, key)):
             return None
         try:
-            return unseal(LiveStatus, store.read(paths[-1]), paths[-1], JournalCorrupt)
+            return read_sealed(store, LiveStatus, paths[-1], JournalCorrupt)
         except ObjectNotFound:
             continue  # its owner has written the next one since
         except (JournalCorrupt, UnknownVersion):

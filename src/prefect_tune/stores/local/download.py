@@ -14,7 +14,8 @@ from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.recovery.restore import restore
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside
+from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
 from prefect_tune.stores.local.directories import fresh_directory
 from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
 
@@ -71,6 +72,8 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not only:
         return dict(manifest.about.metadata)
+    if only[0].size_bytes > DOCUMENT_BYTES:
+        raise CheckpointCorrupt(f"{METADATA_FILE}: {only[0].size_bytes} bytes are no metadata")
     return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
 
 
@@ -106,9 +109,9 @@ def read_metadata(data: bytes, where: str) -> dict[str, object]:
 
 
 def read_file(store: ObjectStore, path: str) -> bytes | None:
-    """Return the whole object; None if there is none."""
+    """Return the whole object, of at most `DOCUMENT_BYTES`; None if there is none."""
     try:
-        return bytes(store.read(path))
+        return bytes(read_document(store, path, CheckpointCorrupt))
     except ObjectNotFound:
         return None
 
@@ -170,6 +173,8 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
     for path, each in inside.items():
         if not is_inside(path) or "\\" in path:
             raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
+        if is_too_long(path):
+            raise CheckpointCorrupt(f"{path[:40]!r}…: the name is longer than 255 bytes, or the path longer than 4096")
         if path in folders and each.size_bytes:
             raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")
     folders |= {path for path, each in inside.items() if path not in folders and _is_mark(store, each)}
