@@ -64,6 +64,23 @@ def require_written(returned: object, directory: Path, step: int) -> None:
         warnings.warn(said, stacklevel=2)  # the same text at each step: Python shows it once
 
 
+def require_no_path(returned: object, directory: Path, step: int) -> None:
+    """Refuse a path that a class returns for its `load_checkpoint`: early releases of Ray took it, Ray 2 refuses it.
+
+    Raises:
+        InvalidInput: it is a path other than `directory`, which is what `load_checkpoint` receives.
+    """
+    if not isinstance(returned, str | os.PathLike):
+        return
+    path, root = os.path.realpath(os.fsdecode(returned)), os.path.realpath(directory)
+    if path != root:
+        name = os.path.relpath(path, root) if path.startswith(f"{root}/") else Path(path).name
+        raise InvalidInput(
+            f"step {step}: save_checkpoint returned {os.fsdecode(returned)!r}, but load_checkpoint receives the "
+            f"directory: return nothing, and load os.path.join(checkpoint_dir, {name!r}) there"
+        )
+
+
 def snapshot(source: Path, destination: Path) -> Path:
     """Copy a directory to `destination` and return that; the source may change after this returns.
 
