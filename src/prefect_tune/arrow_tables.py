@@ -101,6 +101,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Trial], object]]] = {
     "trained_seconds": ("float64", lambda trial: trial.measured_seconds),
     "attempts": ("int64", lambda trial: trial.attempt),
     "wasted_steps": ("int64", lambda trial: trial.wasted_steps),
+    "wasted_at_least": ("bool", lambda trial: trial.wasted_at_least),
     "checkpoints": ("int64", lambda trial: len(trial.checkpoints)),
 }
 """The type of each column that every experiment has, and its value for a trial."""

@@ -150,7 +150,7 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
     _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
     assert crashed == "trial 00003 crashed in attempt 1: its owner vanished without ending it"
-    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 journaled step repeated)"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step repeated)"
     assert caplog.records[-2].levelname == "WARNING"
 
 
@@ -179,7 +179,7 @@ def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixt
     asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
     _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
     assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
-    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 journaled steps repeated)"
+    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps repeated)"
 
 
 def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

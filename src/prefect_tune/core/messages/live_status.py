@@ -26,6 +26,7 @@ __all__ = [
     "LiveStatus",
     "RunningTrial",
     "delete_live_status",
+    "last_known_steps",
     "newest_live_status",
     "view_of",
     "write_live_status",
@@ -112,6 +113,13 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
         except (JournalCorrupt, UnknownVersion):
             return None  # the journal says everything else
     return None
+
+
+def last_known_steps(store: ObjectStore, experiment: Experiment) -> Mapping[str, int]:
+    """Return by running trial the last step in the live status of an earlier owner: two requests if a trial runs."""
+    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    live = newest_live_status(store, experiment.key) if runs else None
+    return {name: each.report.step for name, each in _attempts_in(live, experiment).items() if each.report}
 
 
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:

@@ -26,11 +26,11 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
     try:
         store.create(path, data)
     except (AlreadyExists, CommitUnknown) as outcome:
-        if _there(store, path, data, outcome) != data:
+        if _is_there(store, path, data, outcome) != data:
             raise AlreadyExists(f"{path}: another writer has created it with other bytes") from outcome
 
 
-def _there(store: ObjectStore, path: str, data: bytes, outcome: Exception) -> Buffer:
+def _is_there(store: ObjectStore, path: str, data: bytes, outcome: Exception) -> Buffer:
     try:
         return bytes(store.read(path, length=len(data) + 1))
     except ObjectNotFound as absent:
