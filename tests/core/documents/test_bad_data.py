@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,12 +211,12 @@ def first_chunk(body: Json) -> Json:
     return chunk
 
 
-def _with_a_long_chunk(body: Json) -> None:
+def _with_a_long_chunk(body: Any) -> None:
     """One chunk that fits its blob and its file, of one byte more than this package writes."""
-    file: Json = next(file for file in body["files"] if file["chunks"])  # type: ignore[union-attr,index,call-overload]
-    file["size_bytes"] = 4 * 1024 * 1024 + 1
-    file["chunks"] = [{**file["chunks"][0], "offset": 0, "length": 4 * 1024 * 1024 + 1}]  # type: ignore[index,dict-item]
-    body["blobs"][file["chunks"][0]["blob"]]["size_bytes"] = 2**40  # type: ignore[index,call-overload]
+    file = next(file for file in body["files"] if file["chunks"])
+    file["size_bytes"] = CHUNK_BYTES + 1
+    file["chunks"] = [{**file["chunks"][0], "offset": 0, "length": CHUNK_BYTES + 1}]
+    body["blobs"][file["chunks"][0]["blob"]]["size_bytes"] = 2**40
 
 
 @pytest.mark.parametrize(
