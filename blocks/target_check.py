@@ -14,6 +14,7 @@ from typing import Protocol
 
 from prefect_tune.blocks.error_diagnosis import diagnosis
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable, TuneError
+from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.object_store import ObjectStore
 
 _FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
@@ -105,7 +106,7 @@ def _round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     with _step("list"):  # before any write, so that an error here is not one of the permission to write
         _same([found.path for found in store.list(folder)], [], "listed, before writing")
     with _step("write"):
-        store.create(path, data)
+        create_or_recognize(store, path, data)
     with _step("read back"):
         _same(bytes(store.read(path)), data, "read back")
         _same(store.size(path), len(data), "asked for the size of")
@@ -129,11 +130,9 @@ def _race(store: ObjectStore, path: str) -> bool:
 
 def _creates(store: ObjectStore, path: str, data: bytes) -> bool:
     try:
-        store.create(path, data)
+        create_or_recognize(store, path, data)
     except AlreadyExists:
         return False
-    except CommitUnknown:
-        return bytes(store.read(path)) == data
     return True
 
 

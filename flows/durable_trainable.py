@@ -10,6 +10,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_status import status_label
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
 from prefect_tune.core.html_tables import (
@@ -52,14 +53,16 @@ class TrialResult:
     attempts: int
     """Number of attempts, over all runs."""
     wasted_steps: int
-    """Steps that had to be trained again."""
+    """Steps that are known to have been trained again."""
+    wasted_at_least: bool
+    """Whether they may be more: a run vanished, and its last reports with it."""
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
         facts = {
             "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
             "trained": escaped(f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}"),
-            "trained again": escaped(plural(self.wasted_steps, "step", "steps") if self.wasted_steps else ""),
+            "trained again": escaped(wasted_words(self.wasted_steps, at_least=self.wasted_at_least)),
             "reason": escaped(first_line(self.reason)),
             "checkpoint": Html(f"<code>{escaped(str(self.checkpoint))}</code>") if self.checkpoint else soft("none"),
         }
@@ -142,4 +145,5 @@ def durable_trainable(
         checkpoint=spec.target.checkpoint(key) if (key := newest_key(spec.trial, trial)) else None,
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
+        wasted_at_least=trial.wasted_at_least,
     )

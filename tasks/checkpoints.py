@@ -19,11 +19,12 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.restore import read_manifest, restore, verify
+from prefect_tune.core.recovery.restore import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.storage_retries import RETRYING, is_away
-from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
+from prefect_tune.stores.local.download import fetch_committed, metadata_of_copy
+from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
 
 _TIMEOUT_SECONDS = 1800.0
@@ -190,10 +191,10 @@ def restore_checkpoint(
         StoreUnavailable: all retries failed.
     """
     destination = Path(destination).absolute()
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         manifest = read_manifest(store, key)
-        with DirectorySink(manifest, destination) as sink:
-            restore(store, manifest, sink, side_by_side=transfers)
+        metadata = metadata_of_copy(store, key.metadata_folder, manifest)
+        fetch_committed(store, manifest, destination, metadata=metadata)
         return destination
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from prefect import task
@@ -24,8 +24,10 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
+from prefect_tune.core.messages.live_status import last_known_steps
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_saves import adopt
+from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -97,6 +99,8 @@ class Opening:
     listener: EntryListener = lambda _events, _experiment: None
     known: LoadedJournal | None = None
     """The journal, if the caller has just read it; saves a second read."""
+    reached: Mapping[str, int] = field(default_factory=dict)
+    """The last steps that trials are known to have trained which the journal may not have, by its earlier owner."""
 
 
 class _BehindError(Exception):
@@ -127,7 +131,8 @@ def _opened(
         settle_dead_attempts(before, opening.owner)
         if opened.settled_from == opened.opened_at:
             return opened
-        adopted = adopt(store, opened, side_by_side=transfers)
+        reached = {**opening.reached, **last_known_steps(store, opened)}
+        adopted = adopt(store, opened, reached=reached, side_by_side=transfers)
         after = append_entry(store, opened, adopted, _second(opening.stamp))
     except _BehindError as behind:
         raise Superseded(str(behind)) from behind
@@ -222,7 +227,7 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
 
     def look(store: ObjectStore) -> str | None:
         try:
-            return digest_of(store.read(journal_key(experiment).entry_path(1)))
+            return digest_of(read_document(store, journal_key(experiment).entry_path(1), JournalCorrupt))
         except ObjectNotFound:
             return None
 

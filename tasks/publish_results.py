@@ -11,11 +11,12 @@ from prefect import task
 
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import Curves
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import Rows, delete_older_results, results_path
 from prefect_tune.storage_retries import RETRYING
@@ -75,8 +76,8 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     """Return the valid reports, one per row: the published file of exactly this state, or else from the journal."""
     path = results_path(experiment.name, "reports", experiment.number)
     try:
-        found = from_parquet(store.read(path), experiment.digest)
-    except ObjectNotFound:
+        found = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
+    except (ObjectNotFound, JournalCorrupt):  # a file that is too large is not one of ours
         found = None
     if found is not None:
         return found

@@ -216,7 +216,8 @@ def _own_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> 
     owner = current_owner(search_epoch=request.search_epoch, attempt=request.attempt)
     # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
     known = LoadedJournal(nothing_yet(spec.journal)) if request.attempt == 1 and not request.experiment_id else None
-    opening = Opening(owner, new_write_id(), first, link.wrote, known)
+    reached = {} if request.reached is None else {trial: request.reached}
+    opening = Opening(owner, new_write_id(), first, link.wrote, known, reached)
     journal_writer = JournalWriter(
         spec.target, open_journal(spec.target, spec.journal, opening), write_directly, link.wrote
     )

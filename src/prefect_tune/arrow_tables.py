@@ -115,6 +115,7 @@ _LAST: _Columns = {
     "trained_seconds": ("float64", lambda _, trial: trial.measured_seconds),
     "attempts": ("int64", lambda _, trial: trial.attempt),
     "wasted_steps": ("int64", lambda _, trial: trial.wasted_steps),
+    "wasted_at_least": ("bool", lambda _, trial: trial.wasted_at_least),
     "checkpoints": ("int64", lambda _, trial: len(trial.checkpoints)),
     "checkpoint": ("string", _newest_path),
     "cause": ("string", lambda _, trial: trial.cause and str(trial.cause)),

@@ -71,7 +71,9 @@ class TrialState(Value):
     attempts: int
     """How many attempts have begun, over all flow runs."""
     wasted_steps: int
-    """Steps that had to be trained again."""
+    """Steps that are known to have been trained again."""
+    wasted_at_least: bool
+    """Whether they may be more: a run vanished, and its last reports with it."""
     config: Mapping[str, Any]
     """Its configuration; empty if none was passed."""
 
@@ -119,6 +121,7 @@ def trial_state(target: StorageTarget, experiment: str, trial: Trial) -> TrialSt
         checkpoint_steps=tuple(each.step for each in trial.checkpoints),
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
+        wasted_at_least=trial.wasted_at_least,
         config=trial.config,
     )
 

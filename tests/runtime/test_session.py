@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTri
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.reported_directory import snapshot
 from prefect_tune.runtime.session import TrialSession
-from prefect_tune.runtime.trainable import TrialOver
+from prefect_tune.runtime.trainable import Trainable, TrialOver
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.trial_processes import start_of
 
@@ -87,6 +88,40 @@ def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: 
         for _ in range(3):
             session.report_step({"loss": 1.0}, save)
     assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
+
+
+class Writes(Trainable):
+    """Writes a file and returns a path: what early releases of Ray handed to `load_checkpoint`."""
+
+    def __init__(self, returns: Callable[[str], object]) -> None:
+        self._returns = returns
+
+    def save_checkpoint(self, checkpoint_dir: str) -> Any:
+        Path(checkpoint_dir, "model.pt").write_text("1")
+        return self._returns(checkpoint_dir)
+
+
+@pytest.mark.parametrize(
+    ("returns", "is_refused"),
+    [
+        (lambda directory: f"{directory}/model.pt", True),
+        (lambda directory: Path(directory, "model.pt"), True),
+        (lambda _: "model.pt", True),
+        (lambda directory: f"{directory}/", False),
+        (Path, False),
+        (lambda _: None, False),
+        (lambda _: 17, False),
+    ],
+)
+def test_a_class_that_returns_a_path_below_its_directory_is_refused_at_its_first_save(
+    tmp_path: Path, returns: Callable[[str], object], *, is_refused: bool
+) -> None:
+    """A resume would hand the directory to `load_checkpoint`. A function that saves has no such method."""
+    advice = r"step 1: save_checkpoint returned '.*model\.pt', but load_.*join\(checkpoint_dir, 'model\.pt'\)"
+    with pytest.raises(InvalidInput, match=advice) if is_refused else nullcontext():
+        session_in(tmp_path / "class").report_step({"loss": 1.0}, Writes(returns).save_checkpoint)
+    saves: Any = lambda directory: Writes(returns).save_checkpoint(directory)  # noqa: E731  a function, not a method
+    session_in(tmp_path / "function").report_step({"loss": 1.0}, saves)
 
 
 def test_what_a_save_returns_is_ignored_if_it_wrote_files(tmp_path: Path) -> None:

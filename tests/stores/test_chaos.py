@@ -12,6 +12,7 @@ from functools import partial
 import pyarrow.fs as arrow
 import pytest
 
+from prefect_tune.blocks.target_check import check_target
 from prefect_tune.core.errors import (
     AlreadyExists,
     CommitUnknown,
@@ -155,6 +156,34 @@ def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, kind: Fault) -> N
         with pytest.raises(AlreadyExists):
             create_or_recognize(store, "new", b"write id 2")
         assert bytes(store.read("new")) == b"write id 1"
+
+
+class _ProbedTarget:
+    uri = "s3://bucket/root"
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        with _obstore(self._endpoint, seconds=timeout.total_seconds(), request_seconds=20) as store:
+            yield store
+
+    def secret_values(self) -> Iterator[str]:
+        yield from ()
+
+
+@pytest.mark.parametrize("kind", [Fault.LOSE_REPLY, Fault.DONE_500], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("lost", [*range(6), "all"])
+def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, kind: Fault, lost: int | str) -> None:
+    """A check writes six times: its probe, the same again, and four at once. Three runs check at the same time."""
+    plan: list[Fault | None] = [kind] * 60 if lost == "all" else [None] * int(lost) + [kind]
+    chaos.script(plan, only=lambda request: request.method == "PUT")
+    target = _ProbedTarget(chaos.endpoint)
+    with ThreadPoolExecutor(3) as runs:
+        found = list(runs.map(lambda _: check_target(target, timeout=timedelta(seconds=60)), range(3)))
+    assert [(each.ok, each.conditional_create) for each in found] == [(True, True)] * 3, found
+    assert chaos.injected == {kind: 60 if lost == "all" else 1}
 
 
 # ------------------------------------------------------------------------------------------- refusals

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.ranking import Losses, best_label, best_saved, losses_in, smallest_first
+from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
@@ -21,7 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
     events_in,
 )
-from prefect_tune.core.models import first_line, metric_in, plural
+from prefect_tune.core.models import first_line, metric_in
 from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
@@ -108,7 +109,7 @@ class SearchLog(SearchObserver):
         self._wasted[trial.trial] = trial.wasted_steps
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
-        lost = f"; {plural(repeated, 'step', 'steps')} trained again" if repeated else ""
+        lost = f"; {wasted_words(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
         again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"

@@ -33,6 +33,7 @@ class TrialFacts:
     config: Mapping[str, object]
     attempts: int
     wasted_steps: int
+    wasted_at_least: bool
     trained_seconds: float | None
     """None if it was not measured."""
     checkpoint: str | None
@@ -73,6 +74,8 @@ class Cost:
     attempts_failed: int
     wasted_steps: int
     """Steps that were trained, lost, and trained again."""
+    wasted_at_least: bool
+    """Whether they may be more."""
     wasted_seconds: float | None
     """An estimate, from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
@@ -177,6 +180,7 @@ def _trial_facts(trial: Trial, experiment: str, owner: Owner | None, links: Link
         config=dict(trial.config),
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
+        wasted_at_least=trial.wasted_at_least,
         trained_seconds=trial.measured_seconds,
         checkpoint=key.folder if key else None,
         checkpoint_step=key.step if key else None,
@@ -220,6 +224,7 @@ def _cost(report_input: ReportInput) -> Cost:
         attempts_lost=sum(each.end is AttemptEnd.LOST for each in attempts),
         attempts_failed=sum(each.end is AttemptEnd.FAILED for each in attempts),
         wasted_steps=wasted,
+        wasted_at_least=any(each.wasted_at_least for each in trials),
         wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,
         checkpoints_committed=costs.commits,
         committed_bytes=costs.committed_bytes,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
+from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_status import Status, status_label
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
@@ -330,13 +331,14 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    repeated = plural(cost.wasted_steps, "step", "steps")
+    known = "is known to have been" if cost.wasted_at_least else "was"
+    repeated = wasted_words(cost.wasted_steps, at_least=cost.wasted_at_least)
     steps = f"{repeated} trained again"
     steps += "" if cost.wasted_seconds is None else f", about {_span(cost.wasted_seconds)}"
     attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.trained_seconds
     rows: list[tuple[str, Cell]] = [
         ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
-        ("wasted", steps if cost.wasted_steps else "no step was trained again"),
+        ("wasted", steps if cost.wasted_steps else f"no step {known} trained again"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:

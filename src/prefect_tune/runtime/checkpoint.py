@@ -41,8 +41,9 @@ class Checkpoint(metaclass=_Advising):
     """A directory of files that belong together: on this machine, on a target, or in any other bucket.
 
     A checkpoint that prefect-tune committed is verified, byte by byte, when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. Creating, printing and pickling the object reads nothing. A
-    notebook that displays it reads its manifest, for at most 10 s.
+    Lightning's, your own) is read without verification. A copy of either has its metadata, if any was set, in the file
+    `.metadata.json`. Creating, printing and pickling the object reads nothing. A notebook that displays it reads its
+    manifest, for at most 10 s.
 
     Example:
         ```python
@@ -97,7 +98,8 @@ class Checkpoint(metaclass=_Advising):
     def filesystem(self) -> FileSystem:
         """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint it contains the committed files, read-only; every read is verified.
+        For a committed checkpoint it contains the committed files and `.metadata.json`, read-only; every read is
+        verified.
         """
         return self._place.now().filesystem()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
 _CANNOT_COPY_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
@@ -63,28 +64,48 @@ def require_written(returned: object, directory: Path, step: int) -> None:
         warnings.warn(said, stacklevel=2)  # the same text at each step: Python shows it once
 
 
+def require_no_path(returned: object, directory: Path, step: int) -> None:
+    """Refuse a path that a class returns for its `load_checkpoint`: early releases of Ray took it, Ray 2 refuses it.
+
+    Raises:
+        InvalidInput: it is a path other than `directory`, which is what `load_checkpoint` receives.
+    """
+    if not isinstance(returned, str | os.PathLike):
+        return
+    path, root = os.path.realpath(os.fsdecode(returned)), os.path.realpath(directory)
+    if path != root:
+        name = os.path.relpath(path, root) if path.startswith(f"{root}/") else Path(path).name
+        raise InvalidInput(
+            f"step {step}: save_checkpoint returned {os.fsdecode(returned)!r}, but load_checkpoint receives the "
+            f"directory: return nothing, and load os.path.join(checkpoint_dir, {name!r}) there"
+        )
+
+
 def snapshot(source: Path, destination: Path) -> Path:
     """Copy a directory to `destination` and return that; the source may change after this returns.
 
     Raises:
-        InvalidInput: a file was truncated during the copy, an entry is neither a file nor a directory, or a link is
-            not to a file.
+        InvalidInput: an entry is neither a file nor a directory, or a link is not to a file.
+        StagedFilesChanged: a file was truncated or deleted during the copy.
         OSError: such as a full disk; `shutil.copytree` would raise one without its number.
     """
     destination.mkdir(exist_ok=True)
     for each in source.iterdir():
         if each.is_symlink() and not each.is_file():  # a link to a folder may lead to one that it lies in
             raise InvalidInput(f"{each}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
-        if each.is_dir():
-            snapshot(each, destination / each.name)
-        else:
-            _copy_file(each, destination / each.name)
+        try:
+            if each.is_dir():
+                snapshot(each, destination / each.name)
+            else:
+                _copy_file(each, destination / each.name)
+        except FileNotFoundError as gone:
+            raise StagedFilesChanged(f"{each}: was deleted while it was being saved") from gone
     return destination
 
 
 def _copy_file(source: Path, destination: Path) -> None:
     """Copy a file inside the kernel; on XFS and Btrfs the copy shares the bytes, and takes milliseconds."""
-    if not source.is_file():  # opening a named pipe would block until it has a writer
+    if not stat.S_ISREG(source.stat().st_mode):  # opening a named pipe would block until it has a writer
         raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
     with source.open("rb") as reading, destination.open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
@@ -92,7 +113,7 @@ def _copy_file(source: Path, destination: Path) -> None:
         while done < size and (sent := _copy_range(reading.fileno(), writing.fileno(), done, size - done)):
             done += sent
     if done != size:
-        raise InvalidInput(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
+        raise StagedFilesChanged(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
     shutil.copymode(source, destination)
 
 

@@ -32,9 +32,9 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.ranks import require_first_rank
-from prefect_tune.runtime.reported_directory import local_directory, require_written, snapshot
+from prefect_tune.runtime.reported_directory import local_directory, require_no_path, require_written, snapshot
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
-from prefect_tune.runtime.trainable import TrialInfo, TrialOver
+from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
 
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -211,6 +211,8 @@ class TrialSession:
         directory = self.new_directory()
         returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
         require_written(returned, directory, self.step)
+        if isinstance(getattr(save, "__self__", None), Trainable):
+            require_no_path(returned, directory, self.step)
         return directory
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:

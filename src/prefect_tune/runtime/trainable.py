@@ -44,7 +44,10 @@ class Trainable:
         raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns."""
+        """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns.
+
+        Return nothing: a state or a path that is returned is refused. `load_checkpoint` receives the directory.
+        """
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:

@@ -80,6 +80,8 @@ class AttemptRequest:
     """The number of the requested attempt; running the same request again makes a further attempt."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The trial's configuration, if the attempt creates the trial's own journal."""
+    reached: int | None = None
+    """The last step that the attempt before is known to have trained, if its owner vanished."""
     milestone: int | None = None
     """The step at which the trial asks whether to continue."""
     saves_first: bool = False

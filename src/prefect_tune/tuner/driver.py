@@ -198,6 +198,7 @@ class Driver:
             search_epoch=self._state.epoch,
             attempt=number,
             config=state.config,
+            reached=state.reached,
             milestone=self._policy.milestone(state),
             saves_first=self._policy.saves_first,
             exploit=state.exploits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import prefect_tune as pt
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import Owner, Retired
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.checkpoints import files_in
@@ -92,6 +94,41 @@ def test_a_directory_that_cannot_be_made_is_one_line(run: Run, moods: Path, tmp_
     done = run("export", moods, "moods", tmp_path / "file" / "out")
     assert (done.code, done.out) == (1, "")
     assert done.err == f"prefect-tune: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'\n"
+
+
+_HUGE_BYTES = 60 * 1024**3
+
+
+@pytest.fixture
+def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading more than a document may have is a `MemoryError`, as on a machine with little memory."""
+    read = PosixStore.read
+
+    def within_memory(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if min(store.size(path) or 0, _HUGE_BYTES if length is None else length) > DOCUMENT_BYTES:
+            raise MemoryError
+        return read(store, path, offset=offset, length=length)
+
+    monkeypatch.setattr(PosixStore, "read", within_memory)
+
+
+@pytest.mark.usefixtures("_memory_for_documents")
+@pytest.mark.parametrize("document", ["trials/trial/checkpoints/*/manifest.json", "journal/*2.json", "segments/*"])
+@pytest.mark.parametrize("verb", ["verify", "export", "checkpoints", "gc", "show", "delete"])
+def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path, verb: str, document: str) -> None:
+    (target / "digits" / "segments").mkdir(exist_ok=True)
+    (target / "digits" / "segments" / "0000000010.jsonl").touch()
+    for path in (target / "digits").glob(document):
+        path.chmod(0o644)
+        os.truncate(path, _HUGE_BYTES)
+    more = {"export": [tmp_path / "out"], "delete": ["--yes"]}.get(verb, [])
+    done = run(verb, target, "digits", *more)
+    assert "Traceback" not in done.out + done.err
+    if "segments" in document or (verb == "delete" and "manifest" in document):
+        assert done.code == 0, done
+    elif "journal" in document or verb in ("verify", "export"):
+        assert done.code == 1
+        assert "expected a document of at most 512 MiB, found 60 GiB; it was not read" in done.out + done.err
 
 
 def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) -> None:

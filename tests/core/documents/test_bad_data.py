@@ -6,9 +6,11 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
 from prefect_tune.core.checkpoints.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
@@ -209,6 +211,14 @@ def first_chunk(body: Json) -> Json:
     return chunk
 
 
+def _with_a_long_chunk(body: Any) -> None:
+    """One chunk that fits its blob and its file, of one byte more than this package writes."""
+    file = next(file for file in body["files"] if file["chunks"])
+    file["size_bytes"] = CHUNK_BYTES + 1
+    file["chunks"] = [{**file["chunks"][0], "offset": 0, "length": CHUNK_BYTES + 1}]
+    body["blobs"][file["chunks"][0]["blob"]]["size_bytes"] = 2**40
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -227,6 +237,10 @@ def first_chunk(body: Json) -> Json:
         pytest.param(lambda body: first_chunk(body).update(length=0), id="an empty chunk"),
         pytest.param(lambda body: first_chunk(body).update(length=2**62), id="an absurd chunk"),
         pytest.param(lambda body: first_chunk(body).update(length=1.5), id="half a byte"),
+        pytest.param(_with_a_long_chunk, id="a chunk of more than 4 MiB"),
+        pytest.param(lambda body: body["files"][0].update(path="n" * 256), id="a name that no file system takes"),
+        pytest.param(lambda body: body["files"][0].update(path="\u00fc" * 128), id="a name of too many bytes"),
+        pytest.param(lambda body: body["files"][0].update(path="d/" * 2048 + "n"), id="a path that is too long"),
         pytest.param(lambda body: first_chunk(body).update(digest="../../x"), id="a digest that is none"),
         pytest.param(lambda body: body["blobs"][0].update(size_bytes=2**63), id="an absurd blob"),
         pytest.param(lambda body: body.update(step="one"), id="a step that is no number"),
@@ -264,15 +278,16 @@ def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) 
 
 
 def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> None:
-    """The manifest claims a terabyte: the blob has three bytes, and no larger buffer is allocated."""
+    """The manifest claims four gigabytes: the blob has three bytes, and no larger buffer is allocated."""
     store = MemoryStore()
     saved = save(store, {"weights": b"abc"}).manifest
     (path,) = saved.blob_paths()
-    chunk = saved.files[0].chunks[0].model_copy(update={"length": 2**30})
+    chunk = saved.files[0].chunks[0].model_copy(update={"length": CHUNK_BYTES})
     files = tuple(
-        saved.files[0].model_copy(update={"path": f"{n}", "size_bytes": 2**30, "chunks": (chunk,)}) for n in range(1000)
+        saved.files[0].model_copy(update={"path": f"{n}", "size_bytes": CHUNK_BYTES, "chunks": (chunk,)})
+        for n in range(1000)
     )
-    blob = BlobRef(path=path.partition("/")[2], size_bytes=2**30)
+    blob = BlobRef(path=path.partition("/")[2], size_bytes=CHUNK_BYTES)
     absurd = Manifest.model_validate(saved.model_copy(update={"files": files, "blobs": (blob,)}).model_dump())
 
     class Nowhere:

@@ -19,6 +19,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     with_adopted,
 )
 from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -190,7 +191,7 @@ def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Ma
     with pytest.raises(IllegalTransition, match=f"begun after entry {sequence}"):
         after(of(RUNNING, **changes), Committed(trial="t", checkpoint=new), 10)
     with pytest.raises(IllegalTransition):
-        with_adopted(of(RUNNING, **changes), (new,))
+        with_adopted(of(RUNNING, **changes), Adopted(checkpoints={"t": (new,)}))
 
 
 def test_a_commit_draws_the_line_only_if_it_retires() -> None:
@@ -210,7 +211,7 @@ def test_a_retirement_draws_the_line_even_for_nothing() -> None:
 def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
     failing = of(RUNNING, machine_failures=3, user_failures=2, same_start=2)
     committed = after(failing, EVENTS["committed"], 9)
-    adopted = with_adopted(failing, (CheckpointRef(step=5, sequence=8),))
+    adopted = with_adopted(failing, Adopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
 
     for trial in (committed, adopted):
         assert (trial.machine_failures, trial.user_failures, trial.same_start) == (0, 2, 0)
@@ -264,6 +265,33 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
     assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5), 9).same_start == 0
     later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7), 9)
     assert after(later, AttemptEnded(trial="t", cause=Cause.USER, message=""), 9).same_start == 0
+
+
+@pytest.mark.parametrize(
+    ("reached", "is_apart", "wasted", "at_least"),
+    [
+        pytest.param(None, False, 2, False, id="its owner has journaled its end"),
+        pytest.param(0, False, 2, True, id="no live status"),
+        pytest.param(4, False, 2, True, id="a live status older than the journal"),
+        pytest.param(9, False, 6, True, id="a live status newer than the journal"),
+        pytest.param(9, True, 6, False, id="the search took over, and its attempt ended in order"),
+    ],
+)
+def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
+    reached: int | None, wasted: int, *, is_apart: bool, at_least: bool
+) -> None:
+    """The journal has steps up to 5, and a checkpoint of step 3."""
+    lost = Adopted(reached={} if reached is None else {"t": reached})
+    ended = AttemptEnded(trial="t", cause=Cause.MACHINE, message="lost")
+    trial = after(with_adopted(of(RUNNING), lost, is_apart=is_apart), ended, 9)
+    trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7), 10)
+    assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
+    again = after(trial, ended, 11)
+    again = after(again, started.model_copy(update={"attempt": 3}), 12)
+    assert (again.wasted_steps, again.wasted_at_least) == (wasted, at_least)  # counted once
+    words = f"{'at least ' * at_least}{wasted} steps"
+    assert trial.trained_again == words
+    assert f", {words} trained again" in trial._repr_html_()
 
 
 def test_giving_up_and_finishing_say_why() -> None:

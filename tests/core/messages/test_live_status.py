@@ -19,6 +19,7 @@ from prefect_tune.core.messages.live_status import (
     LiveStatus,
     RunningTrial,
     delete_live_status,
+    last_known_steps,
     newest_live_status,
     view_of,
     write_live_status,
@@ -124,6 +125,15 @@ def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None
         update={"trials": state.trials.with_trial(state.trial("a").model_copy(update={"step": 4}))}
     )
     assert view_of(store, state, WRITTEN).experiment.trial("a").step == 4
+
+
+def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one() -> None:
+    store = MemoryStore()
+    assert last_known_steps(store, running(epoch=2)) == {}
+    write_live_status(store, KEY, status(1))
+    assert last_known_steps(store, running(epoch=2)) == {"a": 59}
+    ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    assert last_known_steps(store, ended) == {}
 
 
 @pytest.mark.parametrize("damage", [b"torn", b'{"format":"prefect-tune/live-status","version":9}'])

@@ -97,6 +97,7 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
         "metrics": {"loss": 0.5},
         "attempts": 1,
         "wasted_steps": 0,
+        "wasted_at_least": False,
         "reason": "done",
     }
 

@@ -203,7 +203,7 @@ MUTANTS = {
     ),
     "unknown means conflict": Mutant(
         every_death,
-        {conditional_create.create_or_recognize: {"if _is_there(store, path, outcome) != data:": "if True:"}},
+        {conditional_create.create_or_recognize: {"if _is_there(store, path, data, outcome) != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),

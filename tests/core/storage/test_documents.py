@@ -10,9 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, ObjectNotFound
 from prefect_tune.core.models import canonical_json, digest_of
-from prefect_tune.core.storage.documents import Document, seal, seal_and_read_back, unseal
+from prefect_tune.core.storage import documents
+from prefect_tune.core.storage.documents import Document, read_sealed, seal, seal_and_read_back, unseal
+from tests.fakes.stores.memory_store import MemoryStore
 
 SAYABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800") | st.binary(max_size=4),
@@ -110,3 +112,35 @@ def test_whatever_is_altered_is_noticed(altered: object) -> None:
     assert callable(altered)
     with pytest.raises(InvalidInput, match="torn or altered since it was written"):
         unseal(Early, altered(seal(Early())), "here", InvalidInput)
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+def test_no_document_beyond_the_limit_is_written_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, limit = MemoryStore(), len(seal(Held(a="x" * 5000)))
+    monkeypatch.setattr(documents, "_FIRST_BYTES", 1000)
+    monkeypatch.setattr(documents, "DOCUMENT_BYTES", limit)
+    for letters in (10, 5000):
+        store.put(f"{letters}", seal(Held(a="x" * letters)))
+        assert read_sealed(store, Held, f"{letters}", CheckpointCorrupt) == Held(a="x" * letters)
+    with pytest.raises(InvalidInput, match=r"Held: expected at most 5\S* KiB of JSON, found 5\S* KiB: put"):
+        seal(Held(a="x" * 5001))
+
+    store.put("large", b"x" * (limit + 1))
+    store.bytes_out = 0
+    with pytest.raises(CheckpointCorrupt, match=r"large: expected a document of at most 5.* KiB, found .*not read"):
+        read_sealed(store, Held, "large", CheckpointCorrupt)
+    assert store.bytes_out == 1000
+
+
+def test_a_document_that_is_deleted_while_it_is_read_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Vanishing(MemoryStore):
+        def size(self, path: str) -> int | None:  # noqa: ARG002  whatever is asked for
+            return None
+
+    monkeypatch.setattr(documents, "_FIRST_BYTES", 10)
+    store = Vanishing()
+    store.put("a", seal(Held()))
+    with pytest.raises(ObjectNotFound):
+        read_sealed(store, Held, "a", CheckpointCorrupt)

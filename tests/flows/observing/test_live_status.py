@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from contextlib import redirect_stdout
@@ -104,10 +105,36 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     started(drivers, local_target, tmp_path / "go", period=1).wait()
     assert shown(local_target)["trials_by_status"] == {"completed": 2}
     assert not list(Path(local_target.path).glob("e/live/*"))
+    assert _wasted(local_target) == [(2, True)] * 2
+
+
+def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
+    found = shown(target)
+    return [(each["wasted_steps"], each["wasted_at_least"]) for each in found.get("trials", [found])]
+
+
+def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as_they_are_known(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    """The attempts run on Dask, and write live statuses of their own."""
+
+    def start() -> Driver:
+        return started(drivers, local_target, tmp_path / "go", 1, "tune on Dask")
+
+    driver = start()
+    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    driver.kill_everything()
+    (tmp_path / "go").touch()
+    start().wait()
+    assert _wasted(local_target) == [(2, True)] * 2
+    assert "at least 4 steps repeated" in looked("report", local_target.path, "e")
+    shown_trial = looked("show", local_target.path, "e", "--trial", "00000")
+    assert re.search(r"wasted_steps +at least 2\b", shown_trial)
+    assert "wasted_at_least" not in shown_trial
 
 
 @pytest.mark.parametrize("period", [1, None])
-def test_a_single_training_is_seen_as_well_unless_nothing_is_to_be_published(
+def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is_what_a_kill_costs(
     period: float | None, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
     driver = drivers.start(
@@ -127,6 +154,15 @@ def test_a_single_training_is_seen_as_well_unless_nothing_is_to_be_published(
     assert shown(local_target)["host"] == (socket.gethostname() if period else None)
     if period is None:
         assert "the last journal entry; running trials may be further" in looked("show", local_target.path, "e")
+    driver.kill_everything()
     (tmp_path / "go").touch()
-    driver.wait()
-    assert shown(local_target)["step"] == 4
+    again = drivers.start(
+        _PATIENT,
+        {"until": str(tmp_path / "go")},
+        target=local_target,
+        experiment="e",
+        stop={"step": 4},
+        sync=SyncConfig(live_period_seconds=period),
+    ).wait()
+    assert (again["step"], again["wasted_steps"]) == (4, 0 if period is None else 2)
+    assert _wasted(local_target) == [(again["wasted_steps"], True)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
 from prefect_tune.stores.locations.open_location import open_location, read_uri
+from prefect_tune.tasks.checkpoints import restore_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in, write
 
 # ------------------------------------------------------------------------------------------ the metadata
 
@@ -43,7 +46,80 @@ def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: p
     assert before.items() <= after.items()  # no existing file has changed
     assert len(after) == len(before) + 3
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == FILES
+        assert files_in(directory) == {**FILES, ".metadata.json": b'{"c": 3}'}
+
+
+def _restored_by_a_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
+    restore_checkpoint.fn(pt.LocalTarget(path=checkpoint.path.removesuffix(f"/{KEY.folder}")), KEY, copy)
+
+
+def _through_its_file_system(checkpoint: pt.Checkpoint, copy: Path) -> None:
+    found = checkpoint.filesystem.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
+    files = [each.path for each in found if each.is_file]
+    write(copy, {f.removeprefix(checkpoint.path)[1:]: checkpoint.filesystem.open_input_file(f).read() for f in files})
+
+
+def _lent(checkpoint: pt.Checkpoint, copy: Path) -> None:
+    with checkpoint.as_directory() as directory:
+        shutil.copytree(directory, copy)
+
+
+@pytest.mark.parametrize(
+    "copied_by",
+    [
+        lambda checkpoint, copy: checkpoint.to_directory(copy),
+        lambda checkpoint, copy: shutil.copytree(checkpoint.to_directory(), copy),
+        _through_its_file_system,
+        _lent,
+        _restored_by_a_task,
+    ],
+    ids=["to_directory", "to_a_temporary_directory", "filesystem", "as_directory", "task"],
+)
+def test_every_copy_has_the_metadata_of_its_checkpoint(
+    copied_by: Callable[[pt.Checkpoint, Path], object], target: Path, tmp_path: Path
+) -> None:
+    """So has a copy of the copy, and a checkpoint that is committed from it."""
+    checkpoint = pt.Checkpoint(target / KEY.folder)
+    for number, said in enumerate([{}, {"note": "best"}, {"more": 1, "note": "best"}]):
+        checkpoint.set_metadata(said)
+        copied_by(checkpoint, copy := tmp_path / f"copy{number}")
+        assert files_in(copy) == {**FILES, ".metadata.json": json.dumps(said).encode()}
+        again = pt.Checkpoint.from_directory(pt.Checkpoint.from_directory(copy).to_directory())
+        assert again.get_metadata() == said
+    key = KEY.model_copy(update={"step": 41})
+    with open_location(read_uri(target), timeout=MINUTE) as store:
+        committed(store, copy, key)
+    assert pt.Checkpoint(target / key.folder).get_metadata() == {"note": "best", "more": 1}
+
+
+def test_a_copy_is_brought_up_to_date_with_new_metadata_unless_it_was_changed(
+    checkpoint: pt.Checkpoint, target: Path, tmp_path: Path
+) -> None:
+    copy, temporary = tmp_path / "copy", checkpoint.to_directory()
+    checkpoint.to_directory(copy)
+    blobs = next((target / KEY.trial.blobs).iterdir())
+    blobs.rename(away := tmp_path / "away")  # so that no file can be downloaded again
+    checkpoint.set_metadata({"note": "best"})
+    assert (checkpoint.to_directory(copy), checkpoint.to_directory()) == (str(copy), temporary)
+    assert pt.Checkpoint.from_directory(copy).get_metadata() == {"note": "best"}
+    assert pt.Checkpoint.from_directory(temporary).get_metadata() == {"note": "best"}
+    away.rename(blobs)
+
+    pt.Checkpoint.from_directory(copy).set_metadata({"note": "mine"})
+    with pytest.raises(InvalidInput, match="not this checkpoint"):
+        checkpoint.to_directory(copy)
+    assert pt.Checkpoint.from_directory(copy).get_metadata() == {"note": "mine"}
+
+
+@pytest.mark.parametrize("copied_by", [lambda checkpoint, copy: checkpoint.to_directory(copy), _restored_by_a_task])
+def test_damaged_metadata_costs_no_copy_its_files(
+    copied_by: Callable[[pt.Checkpoint, Path], object], checkpoint: pt.Checkpoint, target: Path, tmp_path: Path
+) -> None:
+    checkpoint.set_metadata({"a": 1})
+    next((target / KEY.folder / "metadata").iterdir()).write_bytes(b"{")
+    with pytest.warns(UserWarning, match=r"no metadata that was set after the commit: .*metadata/0000000001.json"):
+        copied_by(checkpoint, tmp_path / "copy")
+    assert files_in(tmp_path / "copy") == FILES
 
 
 def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> None:

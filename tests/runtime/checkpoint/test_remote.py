@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import pickle
 import threading
@@ -241,7 +242,7 @@ def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(p
     assert pt.Checkpoint(plain).get_metadata() == {"theirs": 1, "mine": 2}
     assert sink.bytes_of("bucket/theirs/ckpt/.metadata.json") == b'{"theirs": 1}'
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == {**PLAIN, ".metadata.json": b'{"theirs": 1}'}
+        assert files_in(directory) == {**PLAIN, ".metadata.json": b'{"mine": 2, "theirs": 1}'}
 
 
 def test_a_plain_directory_may_have_changed_the_next_time(plain: str, sink: S3Sink) -> None:
@@ -343,9 +344,10 @@ def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(st
         checkpoint = pt.Checkpoint(f"s3://said-of-it/{KEY.folder}?endpoint_url={endpoint}")
         with CheckpointUser(checkpoint, "say", "x", "5") as one, CheckpointUser(checkpoint, "say", "y", "5") as two:
             assert one.go_on() == two.go_on() == 0
-        assert checkpoint.get_metadata() == {f"{name}{number}": number for name in "xy" for number in range(5)}
+        expected = {f"{name}{number}": number for name in "xy" for number in range(5)}
+        assert checkpoint.get_metadata() == expected
         with checkpoint.as_directory() as directory:
-            assert files_in(directory) == FILES
+            assert files_in(directory) == {**FILES, ".metadata.json": json.dumps(expected).encode()}
 
 
 def test_no_credentials_and_no_secret_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:

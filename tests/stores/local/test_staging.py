@@ -8,7 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.runtime.reported_directory import snapshot
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
+from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", trial="t")
@@ -110,7 +113,7 @@ def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> No
 def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_path: Path) -> None:
     manifest = save(MemoryStore(), source)
     long = manifest.files[0].model_copy(update={"path": "x" * 300})
-    with pytest.raises(OSError, match="too long"):
+    with pytest.raises(InvalidInput, match=f"restored: this file system cannot hold .*{'x' * 300}.*shorter path"):
         DirectorySink(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -240,6 +243,36 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
     with transfer_pool() as transfers, pytest.raises(StagedFilesChanged):
         commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
     assert not any(path.endswith("manifest.json") for path in store.objects)
+
+
+@pytest.mark.parametrize("gone", ["deep/weights", "deep"])
+@pytest.mark.parametrize("act", [StagedFiles, lambda source: snapshot(source, source.with_name("copy"))])
+def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], gone: str
+) -> None:
+    """Another process deletes it after its folder was listed, before it is opened."""
+    write(source := tmp_path / "source", {"deep/weights": b"1"})
+    scan = os.scandir
+
+    def scan_and_delete(folder: str | Path) -> object:
+        found = scan(folder)
+        if Path(folder) != (source / gone).parent:
+            return found
+        with found:
+            entries = list(found)
+        (source / "deep" / "weights").unlink()
+        if gone == "deep":
+            (source / gone).rmdir()
+        return nullcontext(entries)
+
+    def list_and_delete(folder: Path) -> list[Path]:
+        with scan_and_delete(folder) as found:  # type: ignore[attr-defined]  # a context of entries
+            return [folder / each.name for each in found]
+
+    monkeypatch.setattr(os, "scandir", scan_and_delete)
+    monkeypatch.setattr(Path, "iterdir", list_and_delete)
+    with pytest.raises(StagedFilesChanged, match=rf"source/{gone}.*: was deleted while it was being saved"):
+        act(source)
 
 
 AT_EXIT = """

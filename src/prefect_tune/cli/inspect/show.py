@@ -97,7 +97,10 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
     if trial is not None and _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
-    return {name: shown.get(name, value) for name, value in facts.items() if value not in (None, "")}
+    if trial is not None and trial.wasted_at_least:
+        shown["wasted_steps"] = f"at least {trial.wasted_steps}"
+    left = {name: value for name, value in facts.items() if value not in (None, "") and name != "wasted_at_least"}
+    return {name: shown.get(name, value) for name, value in left.items()}
 
 
 def _has_traceback(trial: Trial) -> bool:
@@ -171,6 +174,7 @@ def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
         "wasted_steps": trial.wasted_steps,
+        "wasted_at_least": trial.wasted_at_least,
         "trained_seconds": trial.measured_seconds,
         "config": dict(trial.config),
     }

@@ -16,10 +16,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from prefect_tune.core.checkpoints.chunking import BLOB_BYTES
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.models import Digest, Value
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import PortablePath, in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -31,7 +32,7 @@ class ArtifactPart(Value):
     """A run of a file's bytes: the object that holds it, below the artifacts' folder."""
 
     object: PortablePath
-    size_bytes: _Count
+    size_bytes: Annotated[int, Field(ge=0, le=BLOB_BYTES)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -133,7 +134,7 @@ def _numbers(store: ObjectStore, folder: str) -> list[int]:
 def _read(store: ObjectStore, folder: str, number: int) -> ArtifactIndex | None:
     path = _path(folder, number)
     try:
-        index = unseal(ArtifactIndex, store.read(path), path, CheckpointCorrupt)
+        index = read_sealed(store, ArtifactIndex, path, CheckpointCorrupt)
     except ObjectNotFound:
         return None
     if index.number != number:

@@ -19,10 +19,10 @@ from prefect_tune.core.checkpoints.manifest import (
     encode_manifest,
 )
 from prefect_tune.core.checkpoints.reverification import Reverification, Unverified, due_reads, verify_read
-from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, StoreUnavailable
+from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, CheckpointCorrupt, StoreUnavailable
 from prefect_tune.core.models import Digest, digest_of
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import as_read_back
+from prefect_tune.core.storage.documents import as_read_back, read_document
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -267,7 +267,7 @@ def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manif
     try:
         create_or_recognize(store, key.manifest_path, encode_manifest(manifest))
     except AlreadyExists as exists:
-        there = decode_manifest(store.read(key.manifest_path), key.manifest_path)
+        there = decode_manifest(read_document(store, key.manifest_path, CheckpointCorrupt), key.manifest_path)
         if there.about.write_id != manifest.about.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
         return there  # an earlier try of this same save, which found other blobs to reuse

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.models import ExperimentName, StepReport, Value
 from prefect_tune.core.storage.documents import Document, seal, unseal
@@ -21,7 +22,7 @@ class ChunkRef(Value):
 
     blob: _Count
     offset: _Count
-    length: Annotated[int, Field(gt=0, le=2**30)]
+    length: Annotated[int, Field(gt=0, le=CHUNK_BYTES)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -21,7 +21,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -111,6 +111,6 @@ def _newest(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
 def _read(store: ObjectStore, folder: str, number: int) -> _Revision | None:
     path = numbered(folder, number)
     try:
-        return unseal(_Revision, store.read(path), path, CheckpointCorrupt)
+        return read_sealed(store, _Revision, path, CheckpointCorrupt)
     except ObjectNotFound:
         return None

@@ -263,8 +263,9 @@ def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     """From this entry on, only manifests of the present owner can be commits."""
-    for name, found in event.checkpoints.items():
-        experiment = _with(experiment, with_adopted(_known(experiment, name), found))
+    for name in {**event.checkpoints, **event.reached}:
+        trial = _known(experiment, name)
+        experiment = _with(experiment, with_adopted(trial, event, is_apart=trial.apart))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
 
 
@@ -309,8 +310,7 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
             case Opened() | TrialAdded() | RemovalBegun() | RemovalGivenUp():
                 continue
             case Adopted():
-                adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))
-                experiment = _with(experiment, adopted)
+                experiment = _with(experiment, with_adopted(trial, each))
             case Questioned():
                 experiment = _apply_question(experiment, each)
             case _:

@@ -98,7 +98,16 @@ class Trial(Value):
     started_from: int | None = None
     """The sequence that the last attempt restored; None for a start from nothing."""
     wasted_steps: int = 0
-    """Journaled steps that had to be trained again."""
+    """Steps that are known to have been trained again."""
+    wasted_at_least: bool = False
+    """Whether they may be more: the owner of an attempt vanished, and its last reports with it."""
+    reached: int | None = None
+    """The last step that its last attempt is known to have trained, from the live status of an owner that has vanished.
+
+    Only `wasted_steps` depends on it.
+    """
+    vanished: bool = False
+    """Whether the owner of its last attempt vanished."""
     reason: str = ""
     """Why the trial ended, or why its last attempt did; empty while it runs."""
     cause: Cause | None = None
@@ -120,6 +129,11 @@ class Trial(Value):
     def status(self) -> Status:
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         return status_of(self)
+
+    @property
+    def trained_again(self) -> str:
+        """Its wasted steps in words; empty if none is known."""
+        return wasted_words(self.wasted_steps, at_least=self.wasted_at_least)
 
     @property
     def measured_seconds(self) -> float | None:
@@ -248,11 +262,16 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
+def wasted_words(steps: int, *, at_least: bool) -> str:
+    """Return a number of wasted steps in words; empty if none is known."""
+    return f"{'at least ' * at_least}{plural(steps, 'step', 'steps')}" if steps else ""
+
+
 def _effort(trial: Trial) -> str:
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     effort = f"{plural(trial.step, 'step', 'steps')}{seconds}"
     attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
-    again = f", {plural(trial.wasted_steps, 'step', 'steps')} trained again" if trial.wasted_steps else ""
+    again = f", {trial.trained_again} trained again" if trial.wasted_steps else ""
     return f"{effort}{attempts}{again}"
 
 

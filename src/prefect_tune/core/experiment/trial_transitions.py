@@ -26,6 +26,7 @@ from prefect_tune.core.experiment.trial import (
     with_report,
 )
 from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -122,14 +123,22 @@ _OfCheckpoints: TypeAlias = (
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
 
 
-def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
-    """Return the trial with checkpoints that a new owner found and the old one had not journaled.
+def with_adopted(trial: Trial, event: Adopted, *, is_apart: bool = False) -> Trial:
+    """Return the trial with what a new owner found, and the old one had not journaled: checkpoints, and its last step.
+
+    Args:
+        trial: the trial, in the journal of `event` or in that of its experiment.
+        event: the first event of the new owner.
+        is_apart: whether the trial's attempts write another journal than that of `event`: then they may still run.
 
     Raises:
         IllegalTransition: one of them is not acceptable (see `is_acceptable`).
     """
-    for checkpoint in found:
+    for checkpoint in event.checkpoints.get(trial.trial, ()):
         trial = _with_checkpoint(trial, checkpoint)
+    if (reached := event.reached.get(trial.trial)) is not None:
+        known = {"reached": max(reached, trial.reached or 0), "vanished": trial.vanished or not is_apart}
+        trial = trial.model_copy(update=known)
     return trial
 
 
@@ -230,7 +239,10 @@ def _started(trial: Trial, event: Started) -> Trial:
             "step": event.from_step,
             "metrics": start.metrics if start else {},
             "trained_seconds": start.trained_seconds if start else 0.0,
-            "wasted_steps": trial.wasted_steps + max(0, trial.step - event.from_step),
+            "wasted_steps": trial.wasted_steps + max(0, max(trial.step, trial.reached or 0) - event.from_step),
+            "wasted_at_least": trial.wasted_at_least or trial.vanished,
+            "reached": None,
+            "vanished": False,
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,
             "reason": "",
@@ -269,6 +281,8 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
             "proposed": trial.proposed or trial.config,
             "exploits": None,
             "reason": event.reason,
+            "reached": None,
+            "vanished": False,
         }
     )
 

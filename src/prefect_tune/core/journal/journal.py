@@ -35,7 +35,7 @@ from prefect_tune.core.journal_events.experiment_events import Event, ExternalWr
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
-from prefect_tune.core.storage.documents import seal_and_read_back
+from prefect_tune.core.storage.documents import read_document, seal_and_read_back
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 
@@ -201,7 +201,7 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
     """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
-    entry = decode_entry(data := store.read(path), path)
+    entry = decode_entry(data := read_document(store, path, JournalCorrupt), path)
     is_guests = bool(entry.events) and all(isinstance(event, ExternalWriterEvent) for event in entry.events)
     if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
@@ -272,7 +272,7 @@ def _opened(
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     path = found.key.entry_path(found.opened_at)
-    return decode_entry(store.read(path), path).write_id == stamp.write_id
+    return decode_entry(read_document(store, path, JournalCorrupt), path).write_id == stamp.write_id
 
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.journal_events.journal_entry import Entry
-from prefect_tune.core.storage.documents import unseal
+from prefect_tune.core.storage.documents import read_document, unseal
 from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 
@@ -37,9 +37,9 @@ def read_listed(store: ObjectStore, path: str) -> Buffer:
 
 
 def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
-    """Return the object's bytes; None where there is no object."""
+    """Return an entry's bytes; None where there is no object; raise JournalCorrupt where it is too large for one."""
     try:
-        return store.read(path)
+        return read_document(store, path, JournalCorrupt)
     except ObjectNotFound:
         return None
 

@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.segment_levels import begin_of, is_boundary
 from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import Digest, canonical_json, digest_of, parse
-from prefect_tune.core.storage.documents import Document, seal, upgraded, verified
+from prefect_tune.core.storage.documents import DOCUMENT_BYTES, Document, read_document, seal, upgraded, verified
 from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 
@@ -92,7 +92,9 @@ def write_due_segment(store: ObjectStore, experiment: Experiment) -> None:
 
 def _write_segment(store: ObjectStore, experiment: Experiment) -> None:
     key, number = experiment.key, experiment.number
-    store.put(key.segment_path(number), encode_segment(experiment))
+    if len(data := encode_segment(experiment)) > DOCUMENT_BYTES:
+        return  # no reader would read it
+    store.put(key.segment_path(number), data)
     within = (each for each in listed_segments(store, key, after=begin_of(number)) if each < number)
     delete_segments(store, key, frozenset(within))
 
@@ -160,7 +162,7 @@ def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Segment:
         UnknownVersion: a newer prefect-tune wrote it.
     """
     try:
-        return decode_segment(store.read(key.segment_path(number)), key, number)
+        return decode_segment(read_document(store, key.segment_path(number), JournalCorrupt), key, number)
     except (ObjectNotFound, JournalCorrupt) as unusable:
         raise UnusableSegmentError(number, unusable) from unusable
 

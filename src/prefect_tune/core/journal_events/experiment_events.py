@@ -44,7 +44,7 @@ from prefect_tune.core.journal_events.trial_events import (
     TrialAdded,
     TrialEvent,
 )
-from prefect_tune.core.models import ExperimentName, Message, TrialId, Value, without_none
+from prefect_tune.core.models import ExperimentName, Message, TrialId, Value, without_none, without_unset
 
 __all__ = [
     "Absorbed",
@@ -116,6 +116,12 @@ class Adopted(Value):
 
     type: Literal["adopted"] = "adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
+    reached: Mapping[str, int] = Field(default_factory=dict)
+    """By running trial, the last step that its lost attempt is known to have trained; 0 if none is known."""
+
+    @model_serializer(mode="wrap")
+    def _without_reached_of_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return without_unset(dump(self), "reached")
 
 
 class Described(Value):

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import StepReport, TrialId, Value
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -28,6 +28,7 @@ __all__ = [
     "LiveStatus",
     "RunningTrial",
     "delete_live_status",
+    "last_known_steps",
     "live_status_of",
     "newest_live_status",
     "view_of",
@@ -110,7 +111,7 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
         if not (paths := _listed(store, key)):
             return None
         try:
-            return unseal(LiveStatus, store.read(paths[-1]), paths[-1], JournalCorrupt)
+            return read_sealed(store, LiveStatus, paths[-1], JournalCorrupt)
         except ObjectNotFound:
             continue  # its owner has written the next one since
         except (JournalCorrupt, UnknownVersion):
@@ -122,6 +123,13 @@ def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | N
     """Return the live status of the experiment's present owner; None if there is none that can be read."""
     live = newest_live_status(store, experiment.key)
     return live if live and (live.epoch, live.owner) == (experiment.epoch, experiment.owner) else None
+
+
+def last_known_steps(store: ObjectStore, experiment: Experiment) -> Mapping[str, int]:
+    """Return by running trial the last step in the live status of an earlier owner: two requests if a trial runs."""
+    runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    live = newest_live_status(store, experiment.key) if runs else None
+    return {name: each.report.step for name, each in _attempts_in(live, experiment).items() if each.report}
 
 
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal_events.experiment_events import StopAsked
 from prefect_tune.core.models import TrialId
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, request_path, requests_folder
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -72,7 +72,7 @@ def read_request(store: ObjectStore, experiment: str, number: int) -> StopReques
     """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
     path = request_path(experiment, number)
     try:
-        return unseal(StopRequest, store.read(path), path, JournalCorrupt)
+        return read_sealed(store, StopRequest, path, JournalCorrupt)
     except ObjectNotFound:
         return None
     except (JournalCorrupt, UnknownVersion) as error:

@@ -10,7 +10,7 @@ from pydantic import Field
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 
@@ -47,7 +47,7 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
     """
     path = trial.answer_path(attempt, step)
     try:
-        return unseal(TrialReply, store.read(path), path, JournalCorrupt).answer
+        return read_sealed(store, TrialReply, path, JournalCorrupt).answer
     except ObjectNotFound:
         return None
 

@@ -30,7 +30,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport, Value, valid_name
 from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -151,7 +151,7 @@ def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackStat
     while number := max((number_in(folder, each.path) or 0 for each in store.list(folder)), default=0):
         path = numbered(folder, number)
         try:
-            return unseal(CallbackState, store.read(path), path, JournalCorrupt)
+            return read_sealed(store, CallbackState, path, JournalCorrupt)
         except ObjectNotFound:
             continue  # deleted since: there is a newer one
     return None

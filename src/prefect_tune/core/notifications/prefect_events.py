@@ -136,6 +136,7 @@ class TrialFinished(TrialLifecycleEvent):
     metrics: Metrics
     attempts: int
     wasted_steps: int
+    wasted_at_least: bool
     reason: str
 
 
@@ -315,6 +316,7 @@ def _ended(event: AttemptEnded | GaveUp | Finished, phase: Phase, after: Trial) 
                 metrics=few(after.metrics),
                 attempts=attempt,
                 wasted_steps=after.wasted_steps,
+                wasted_at_least=after.wasted_at_least,
                 reason=short(reason),
             )
         case _:

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFou
 from prefect_tune.core.models import Stamp, Value, without_unset
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
-from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -81,7 +81,7 @@ def last_round(store: ObjectStore, experiment: str) -> Remembered:
         number = last_number(store, experiment)
         path = maintenance_path(experiment, number)
         try:
-            return Remembered(number, unseal(Round, store.read(path), path, JournalCorrupt)) if number else Remembered()
+            return Remembered(number, read_sealed(store, Round, path, JournalCorrupt)) if number else Remembered()
         except (JournalCorrupt, UnknownVersion):
             return Remembered(number)  # then some checkpoints are read too early, and some damage is reported twice
         except ObjectNotFound:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
@@ -35,18 +35,27 @@ class _OrphanedSaves:
     damaged: tuple[Quarantined, ...]
 
 
-def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelMap = map) -> Sequence[Event]:
+def adopt(
+    store: ObjectStore,
+    experiment: Experiment,
+    *,
+    reached: Mapping[str, int] | None = None,
+    side_by_side: ParallelMap = map,
+) -> Sequence[Event]:
     """Return the events that the owner which has just opened `experiment` journals before any others.
 
     For each trial that is still running, and has no journal of its own: the newest save of its present attempt
     that has a manifest and no entry becomes a checkpoint, the reports in its manifest count, and the attempt ends as a
     failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
     is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
+
+    `reached` has the last steps that running trials are known to have trained, also those with journals of their own.
     """
     running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
     adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
-    return [Adopted(checkpoints=adopted), *(event for each in found for event in _events_of(each))]
+    known = {each.trial: 0 for each in running} | dict(reached or {})
+    return [Adopted(checkpoints=adopted, reached=known), *(event for each in found for event in _events_of(each))]
 
 
 def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _OrphanedSaves:

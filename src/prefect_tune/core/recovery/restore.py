@@ -9,6 +9,7 @@ from prefect_tune.core.checkpoints.manifest import Manifest, decode_manifest
 from prefect_tune.core.checkpoints.verified_reads import NoSink, Sink, fetch, reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound
 from prefect_tune.core.recovery.stale_reads import unless_retired
+from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -21,7 +22,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
         CheckpointCorrupt: the manifest is torn, altered or another checkpoint's.
     """
     try:
-        manifest = decode_manifest(store.read(key.manifest_path), key.manifest_path)
+        manifest = decode_manifest(read_document(store, key.manifest_path, CheckpointCorrupt), key.manifest_path)
     except ObjectNotFound as absent:
         raise CheckpointNotFound(f"{key.manifest_path}: no such checkpoint is committed") from absent
     found = (manifest.experiment, manifest.trial, manifest.step, manifest.sequence)

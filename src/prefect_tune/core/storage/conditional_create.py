@@ -26,13 +26,13 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
     try:
         store.create(path, data)
     except (AlreadyExists, CommitUnknown) as outcome:
-        if _is_there(store, path, outcome) != data:
+        if _is_there(store, path, data, outcome) != data:
             raise AlreadyExists(f"{path}: another writer has created it with other bytes") from outcome
 
 
-def _is_there(store: ObjectStore, path: str, outcome: Exception) -> Buffer:
+def _is_there(store: ObjectStore, path: str, data: bytes, outcome: Exception) -> Buffer:
     try:
-        return bytes(store.read(path))
+        return bytes(store.read(path, length=len(data) + 1))
     except ObjectNotFound as absent:
         raise CommitUnknown(f"{path}: {outcome}; there is no object yet, but the write may still arrive") from absent
     except (StoreUnavailable, StoreRefused) as unreadable:

@@ -10,10 +10,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from prefect_tune.core.errors import InvalidInput, UnknownVersion
-from prefect_tune.core.models import Value, canonical_json, digest_of, parse
-from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
+from prefect_tune.core.models import Value, canonical_json, digest_of, parse, shown_size
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 
+DOCUMENT_BYTES = 512 * 1024 * 1024
+"""No larger document is written; one that is found is damaged or foreign, and is not read."""
+_FIRST_BYTES = 4 * 1024 * 1024
 _SEAL = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -48,7 +51,8 @@ def seal(value: Document) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
-        InvalidInput: it holds a value that JSON cannot represent: a NaN, an object, endless nesting.
+        InvalidInput: it holds a value that JSON cannot represent (a NaN, an object, endless nesting), or is larger than
+            `DOCUMENT_BYTES`.
     """
     return _sealed(value)[1]
 
@@ -61,6 +65,35 @@ def seal_and_read_back(value: _Sealed) -> tuple[bytes, _Sealed]:
     """
     bare, sealed = _sealed(value)
     return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
+
+
+def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buffer:
+    """Return a whole object of at most `DOCUMENT_BYTES`; a larger one is not read, and raised as `error`.
+
+    Raises:
+        ObjectNotFound: there is no object.
+    """
+    data = store.read(path, length=_FIRST_BYTES)
+    if len(data) < _FIRST_BYTES:
+        return data
+    size_bytes = store.size(path)
+    if size_bytes is None:
+        raise ObjectNotFound(f"{path}: no such object")
+    if size_bytes > DOCUMENT_BYTES:
+        limit = shown_size(DOCUMENT_BYTES)
+        raise error(f"{path}: expected a document of at most {limit}, found {shown_size(size_bytes)}; it was not read")
+    return store.read(path, length=size_bytes)
+
+
+def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type[Exception]) -> _Sealed:
+    """Read the object at `path`, and `unseal` it.
+
+    Raises:
+        ObjectNotFound: there is no object.
+        UnknownVersion: as `unseal`.
+    What else is wrong with it is raised as `error`.
+    """
+    return unseal(model, read_document(store, path, error), path, error)
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
@@ -152,9 +185,16 @@ def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, objec
 
 def _sealed(value: Value) -> tuple[bytes, bytes]:
     try:
-        return _written(value.model_dump(mode="json"))
+        bare, sealed = _written(value.model_dump(mode="json"))
     except (ValueError, TypeError, RecursionError) as unsayable:
         raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {unsayable}") from unsayable
+    if len(sealed) > DOCUMENT_BYTES:
+        limit, found = shown_size(DOCUMENT_BYTES), shown_size(len(sealed))
+        raise InvalidInput(
+            f"{type(value).__name__}: expected at most {limit} of JSON, found {found}: put large values into files, "
+            "and pack very many small files into an archive"
+        )
+    return bare, sealed
 
 
 def _written(body: dict[str, object]) -> tuple[bytes, bytes]:

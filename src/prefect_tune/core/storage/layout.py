@@ -29,7 +29,7 @@ from typing import Annotated, Protocol, TypeAlias
 from pydantic import AfterValidator
 
 from prefect_tune.core.models import Digest, Value, valid_name
-from prefect_tune.core.storage.object_store import is_inside
+from prefect_tune.core.storage.object_store import is_inside, is_too_long
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -38,6 +38,8 @@ _DIGITS = 10
 def _portable(path: str) -> str:
     if not is_inside(path) or "\\" in path:
         raise ValueError(f"path {path!r} is not a plain relative path")
+    if is_too_long(path):
+        raise ValueError(f"path {path[:40]!r}…: expected names of at most 255 bytes, 4096 in all")
     return path
 
 

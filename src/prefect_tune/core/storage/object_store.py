@@ -14,6 +14,13 @@ def is_inside(path: str) -> bool:
     return not any(part in ("", ".", "..") for part in path.split("/")) and "\0" not in path
 
 
+def is_too_long(path: str) -> bool:
+    """Return whether no usual file system holds a relative path: a name has more than 255 bytes, or all of it 4096."""
+    if len(path) < 64:  # no character has more than 4 bytes
+        return False
+    return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """One object in a listing: its path relative to the store's root, and its size."""

@@ -280,7 +280,7 @@ def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFil
     def parts() -> Iterator[bytes]:
         for part in file.parts:
             path = joined(folder, part.object)
-            data = bytes(store.read(path))
+            data = bytes(store.read(path, length=part.size_bytes + 1))
             if (found := digest_of(data)) != part.digest:
                 raise CheckpointCorrupt(f"{file.path!r} at {path}: expected {part.digest[:12]}…, found {found[:12]}…")
             yield data
@@ -292,10 +292,17 @@ def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: S
     for each in plain_tree(store, folder).files:
         if is_excluded(each.path, excludes):
             continue
-        data = bytes(store.read(joined(folder, each.path)))
-        if len(data) != each.size_bytes:
-            raise StoreUnavailable(f"{each.path}: expected {each.size_bytes} bytes, found {len(data)}; try again")
-        _replace(_place(directory, each.path), iter([data]), 0o644)
+        _replace(_place(directory, each.path), _runs(store, joined(folder, each.path), each.size_bytes), 0o644)
+
+
+def _runs(store: ObjectStore, path: str, size_bytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a foreign file, of any size, a few at a time."""
+    for offset in range(0, size_bytes, _PART_BYTES):
+        length = min(_PART_BYTES, size_bytes - offset)
+        data = bytes(store.read(path, offset=offset, length=length))
+        if len(data) != length:
+            raise StoreUnavailable(f"{path} at {offset}: expected {length} bytes, found {len(data)}; try again")
+        yield data
 
 
 def _place(directory: Path, path: str) -> Path:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.checkpoints.manifest import ChunkRef, FileRef, Manifest
+from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
+from prefect_tune.core.models import digest_of
 from prefect_tune.core.recovery.restore import restore
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside
+from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
 from prefect_tune.stores.local.directories import fresh_directory
 from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
 
@@ -20,14 +24,47 @@ METADATA_FILE = ".metadata.json"
 _READ_BYTES = 16 * 1024 * 1024
 
 
-def fetch_committed(store: ObjectStore, manifest: Manifest, destination: Path) -> None:
-    """Download the checkpoint of `manifest` to `destination`, and verify every byte.
+def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
+    """Return what a copy has in its `METADATA_FILE`; None for what the checkpoint's own files have there.
+
+    `folder` has the versions that were written later. Metadata that cannot be read is left out, with a warning: the
+    files are whole.
+    """
+    try:
+        said = newest_metadata(store, folder)
+        if said is None and manifest and manifest.about.metadata:
+            said = written_metadata(store, manifest)
+    except CheckpointCorrupt as damaged:
+        warnings.warn(f"the copy has no metadata that was set after the commit: {damaged}", stacklevel=2)
+        return None
+    return None if said is None else json.dumps(said).encode()
+
+
+def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
+    """Return the manifest with `metadata` as its last file, in place of one that was committed; no blob holds it."""
+    if metadata is None:
+        return manifest
+    chunk = ChunkRef(blob=0, offset=0, length=len(metadata), digest=digest_of(metadata))
+    last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=(chunk,))
+    return manifest.model_copy(
+        update={"files": (*(each for each in manifest.files if each.path != METADATA_FILE), last)}
+    )
+
+
+def fetch_committed(
+    store: ObjectStore, manifest: Manifest, destination: Path, *, metadata: bytes | None = None
+) -> None:
+    """Download the checkpoint of `manifest` to `destination` with this `METADATA_FILE`, and verify every byte.
 
     Raises:
         CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
     """
-    with transfer_pool() as transfers, DirectorySink(manifest, destination) as sink:
-        restore(store, manifest, sink, side_by_side=transfers)
+    copy = manifest_of_copy(manifest, metadata)
+    with transfer_pool() as transfers, DirectorySink(copy, destination) as sink:
+        if metadata is not None:
+            sink.write(len(copy.files) - 1, 0, memoryview(metadata))
+            copy = copy.model_copy(update={"files": copy.files[:-1]})
+        restore(store, copy, sink, side_by_side=transfers)
 
 
 def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
@@ -35,6 +72,8 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not only:
         return dict(manifest.about.metadata)
+    if only[0].size_bytes > DOCUMENT_BYTES:
+        raise CheckpointCorrupt(f"{METADATA_FILE}: {only[0].size_bytes} bytes are no metadata")
     return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
 
 
@@ -70,9 +109,9 @@ def read_metadata(data: bytes, where: str) -> dict[str, object]:
 
 
 def read_file(store: ObjectStore, path: str) -> bytes | None:
-    """Return the whole object; None if there is none."""
+    """Return the whole object, of at most `DOCUMENT_BYTES`; None if there is none."""
     try:
-        return bytes(store.read(path))
+        return bytes(read_document(store, path, CheckpointCorrupt))
     except ObjectNotFound:
         return None
 
@@ -95,8 +134,10 @@ class _Run:
     length: int
 
 
-def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: str = "") -> None:
-    """Download every file below `folder`, except those below `without`, to `destination`.
+def fetch_plain(
+    store: ObjectStore, folder: str, destination: Path, *, without: str = "", metadata: bytes | None = None
+) -> None:
+    """Download every file below `folder`, except those below `without`, to `destination`, with this `METADATA_FILE`.
 
     There are no digests. Checked are the sizes, and that the listing is the same before and after.
 
@@ -112,6 +153,8 @@ def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: 
             pass
         if plain_tree(store, folder, without=without) != tree:
             raise StoreUnavailable(f"{folder or 'the directory'}: was written to while it was read; read it again")
+        if metadata is not None:
+            (building / METADATA_FILE).write_bytes(metadata)
 
 
 def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTree:
@@ -130,6 +173,8 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
     for path, each in inside.items():
         if not is_inside(path) or "\\" in path:
             raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
+        if is_too_long(path):
+            raise CheckpointCorrupt(f"{path[:40]!r}…: the name is longer than 255 bytes, or the path longer than 4096")
         if path in folders and each.size_bytes:
             raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")
     folders |= {path for path, each in inside.items() if path not in folders and _is_mark(store, each)}

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.directories import seal_of
+from prefect_tune.stores.local.directories import replace_file, seal_of
+from prefect_tune.stores.local.download import METADATA_FILE
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import Fetch, node_folder
 
@@ -31,7 +32,9 @@ class DirectoryCopy:
     source_named: str
     fetch: Fetch
     verifies: Callable[[Path], bool]
-    """Whether a directory holds exactly these bytes."""
+    """Whether a directory holds exactly these bytes, and `metadata`."""
+    metadata: bytes | None = None
+    """The bytes of the file with the checkpoint's metadata, which may change; None for those that are named."""
 
 
 class DestinationInUse(InvalidInput):
@@ -69,6 +72,7 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
                 raise DestinationInUse(
                     f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
                 )
+            _refresh(destination / METADATA_FILE, filling.metadata)
         else:
             destination.parent.mkdir(parents=True, exist_ok=True)
             _write(lock.path, _Note(building=f".{destination.name}."))
@@ -76,6 +80,12 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
         filled = _Note(bytes_named=filling.bytes_named, source_named=filling.source_named, seal=seal_of(destination))
         filled.done_at_seconds = time.monotonic()
         _write(lock.path, filled)
+
+
+def _refresh(file: Path, metadata: bytes | None) -> None:
+    """Replace metadata that was set anew since the directory was filled."""
+    if metadata is not None and not (file.is_file() and file.read_bytes() == metadata):
+        replace_file(file, metadata)
 
 
 def _is_taken(destination: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -70,6 +71,7 @@ class StagedFiles:
         Raises:
             InvalidInput: it is not a directory, or has an entry that cannot be restored elsewhere
                 (a link to a directory, a dangling link, a socket, a name that is not UTF-8).
+            StagedFilesChanged: a file was deleted meanwhile.
         """
         self.directory = directory
         self.files: tuple[FileStat, ...]
@@ -128,7 +130,10 @@ class _LocalFiles:
 def _found_in(directory: Path) -> _LocalFiles:
     files: dict[str, _File] = {}
     empty: list[str] = []
-    _scan(str(directory), "", files, empty)
+    try:
+        _scan(str(directory), "", files, empty)
+    except (FileNotFoundError, NotADirectoryError) as gone:
+        raise StagedFilesChanged(f"{gone.filename}: was deleted while it was being saved") from gone
     return _LocalFiles(dict(sorted(files.items())), tuple(sorted(empty)))
 
 
@@ -183,8 +188,14 @@ class DirectorySink:
     def __enter__(self) -> Self:
         try:
             self._furnish()
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(self._building, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                raise InvalidInput(
+                    f"{self._destination}: this file system cannot hold the checkpoint's file "
+                    f"{error.filename.removeprefix(f'{self._building}/')!r}: its path is too long; choose a directory "
+                    "with a shorter path, or another file system"
+                ) from error
             raise
         return self
 

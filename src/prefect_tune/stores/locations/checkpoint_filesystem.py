@@ -13,7 +13,7 @@ import pyarrow.fs as arrow
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.stores.local.download import read_committed
+from prefect_tune.stores.local.download import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
 
 if TYPE_CHECKING:
     from prefect_tune.stores.locations.checkpoint_location import TargetPlace
@@ -74,21 +74,24 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
     move = copy_file = open_output_stream = open_append_stream = _refuse
 
     @cached_property
-    def _manifest(self) -> Manifest:
+    def _copy(self) -> tuple[Manifest, bytes | None]:
+        """The manifest of a copy, and the bytes of its metadata file."""
         with self._place.open(timeout=_TIMEOUT) as store:
             manifest = self._place.manifest(store)
-        if manifest is None:
-            raise CheckpointNotFound(f"{self._place.name}: expected a committed checkpoint, found a plain directory")
-        return manifest
+            if manifest is None:
+                expected = "expected a committed checkpoint, found a plain directory"
+                raise CheckpointNotFound(f"{self._place.name}: {expected}")
+            metadata = metadata_of_copy(store, manifest.key.metadata_folder, manifest)
+        return manifest_of_copy(manifest, metadata), metadata
 
     @cached_property
     def _files(self) -> dict[str, FileRef]:
-        return {f"{self._place.path}/{file.path}": file for file in self._manifest.files}
+        return {f"{self._place.path}/{file.path}": file for file in self._copy[0].files}
 
     @cached_property
     def _folders(self) -> frozenset[str]:
         root = self._place.path
-        empty = [f"{root}/{folder}" for folder in self._manifest.empty_directories]
+        empty = [f"{root}/{folder}" for folder in self._copy[0].empty_directories]
         return frozenset(empty).union(*(_folders_of(path, root) for path in (*self._files, *empty)))
 
     def _info(self, path: str) -> arrow.FileInfo:
@@ -98,10 +101,13 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         is_folder = bare == self._place.path or bare in self._folders
         return arrow.FileInfo(bare, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
 
-    def _opened(self, path: str) -> _VerifiedFile:
-        if file := self._files.get(path.rstrip("/")):
-            return _VerifiedFile(self._place, self._manifest, file)
-        raise FileNotFoundError(path)
+    def _opened(self, path: str) -> io.RawIOBase | io.BytesIO:
+        if not (file := self._files.get(path.rstrip("/"))):
+            raise FileNotFoundError(path)
+        manifest, metadata = self._copy
+        if file.path == METADATA_FILE and metadata is not None:
+            return io.BytesIO(metadata)
+        return _VerifiedFile(self._place, manifest, file)
 
 
 def _folders_of(path: str, root: str) -> Iterable[str]:

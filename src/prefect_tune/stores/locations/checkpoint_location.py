@@ -178,7 +178,7 @@ class LocalPlace:
         self.require_there()
         locks = node_folder() / "metadata"
         locks.mkdir(mode=0o700, exist_ok=True)
-        with FileLock.take(locks / f"{_short(os.path.realpath(self.path))}.lock", Share.ALONE, deadline):
+        with FileLock.take(locks / f"{_short(os.fsencode(os.path.realpath(self.path)))}.lock", Share.ALONE, deadline):
             said = plain_metadata(change(self.metadata(deadline)))
             replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
 
@@ -192,8 +192,8 @@ def _never(directory: Path) -> bool:  # noqa: ARG001  the answer to whether it h
     return False
 
 
-def _short(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _short(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------- on a target
@@ -225,23 +225,26 @@ class TargetPlace:
     def lent(self, token: str, deadline: Deadline) -> Iterator[str]:
         with ExitStack() as copy:
             with self._opened(deadline) as (store, manifest):
-                key, fetch = self._named(token, manifest), self._fetch(store, manifest)
+                metadata = self._metadata_of_copy(store, manifest)
+                key = f"{self._named(token, manifest)}{'' if metadata is None else f'-{_short(metadata)}'}"
+                fetch = partial(self._fetch, store, manifest, metadata)
                 path = copy.enter_context(_copies().reading(key, fetch, deadline))
             yield str(path)
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
+        from prefect_tune.stores.local.download import manifest_of_copy
         from prefect_tune.stores.local.fill_directory import DirectoryCopy
         from prefect_tune.stores.local.staging import holds_exactly
 
-        with self._opened(deadline) as (_, manifest):
-            pass
+        with self._opened(deadline) as (store, manifest):
+            metadata = self._metadata_of_copy(store, manifest)
 
         def fetch(destination: Path) -> None:
             with self._opened(deadline) as (store, _):
-                self._fetch(store, manifest)(destination)
+                self._fetch(store, manifest, metadata, destination)
 
-        verifies = partial(holds_exactly, manifest) if manifest else _never
-        return DirectoryCopy(self._named(token, manifest), self.name, fetch, verifies)
+        verifies = partial(holds_exactly, manifest_of_copy(manifest, metadata)) if manifest else _never
+        return DirectoryCopy(self._named(token, manifest), self.name, fetch, verifies, metadata)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.metadata import newest_metadata
@@ -300,14 +303,20 @@ class TargetPlace:
         """Return a name of the bytes: the manifest's digest, or `token` for a plain directory, which may change."""
         from prefect_tune.core.checkpoints.manifest import encode_manifest
 
-        return hashlib.blake2b(encode_manifest(manifest), digest_size=16).hexdigest() if manifest else token
+        return _short(encode_manifest(manifest)) if manifest else token
 
-    def _fetch(self, store: ObjectStore, manifest: Manifest | None) -> Callable[[Path], None]:
+    def _fetch(self, store: ObjectStore, manifest: Manifest | None, metadata: bytes | None, destination: Path) -> None:
         from prefect_tune.stores.local.download import fetch_committed, fetch_plain
 
         if manifest:
-            return partial(fetch_committed, store, manifest)
-        return partial(fetch_plain, store, self.folder, without=self._versions(None))
+            fetch_committed(store, manifest, destination, metadata=metadata)
+        else:
+            fetch_plain(store, self.folder, destination, without=self._versions(None), metadata=metadata)
+
+    def _metadata_of_copy(self, store: ObjectStore, manifest: Manifest | None) -> bytes | None:
+        from prefect_tune.stores.local.download import metadata_of_copy
+
+        return metadata_of_copy(store, self._versions(manifest), manifest)
 
     def _versions(self, manifest: Manifest | None) -> str:
         """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
