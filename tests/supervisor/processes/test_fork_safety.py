@@ -231,6 +231,34 @@ REASONS = {
         import signal
         signal.signal(signal.SIGUSR1, lambda *_: None)
     """,
+    "a fork of it started threads that still run: Thread-": """
+        import threading
+        lock = threading.Lock()
+        def hold():
+            with lock:
+                threading.Event().wait()
+        os.register_at_fork(after_in_child=lambda: threading.Thread(target=hold, daemon=True).start())
+    """,
+    "a fork of it started threads that still run: second": """
+        import threading
+        forks = []
+        def start():
+            forks.append(1)
+            if len(forks) == 2:
+                threading.Thread(target=threading.Event().wait, daemon=True, name="second").start()
+        os.register_at_fork(after_in_child=start)
+    """,
+    "a fork of it left open: /dev/null": """
+        os.register_at_fork(after_in_child=lambda: os.open(os.devnull, os.O_WRONLY))
+    """,
+    "started processes that still run: ": """
+        import subprocess
+        os.register_at_fork(after_in_child=lambda: subprocess.Popen(["sleep", "600"]))
+    """,
+    "a fork of it installed handlers of signals: SIGUSR2": """
+        import signal
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR2, lambda *_: None))
+    """,
     "it imports JAX, which cannot be forked": """
         import sys, types
         sys.modules["jax"] = types.ModuleType("jax")
