@@ -26,7 +26,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
+from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.load_named import load_named, load_trainable
 from prefect_tune.runtime.message_stream import MalformedMessage
@@ -174,6 +174,7 @@ class _Attempts:
             _Declined: the trainable refused this trial; nothing was sent.
         """
         self._session = None
+        self._connection.send(StartReceived())
         try:
             ended: TrialEnded | Broke = self._run(start)
         except _Declined:

@@ -10,6 +10,7 @@ import os
 import struct
 import termios
 import threading
+import time
 from collections import deque
 from collections.abc import MutableMapping
 from contextvars import copy_context
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias, cast
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
+_FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
@@ -34,6 +36,21 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f"trial {self._trial}: {msg}", kwargs
+
+
+class WaitLog:
+    """Logs what is under way and for how long, after `first` (10 s), and then ever more seldom."""
+
+    def __init__(self, log: Log, what: str, first: timedelta | None = None) -> None:
+        self._log, self._what = log, what
+        self._began, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE).total_seconds()
+
+    def note(self) -> None:
+        """Log it if that is due; call this every second or so."""
+        waited = time.monotonic() - self._began
+        if waited >= self._next_seconds:
+            self._next_seconds = 3 * waited
+            self._log.info("%s (%.0f s so far)", self._what, waited)
 
 
 class TrialOutput:
