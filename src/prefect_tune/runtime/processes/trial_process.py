@@ -39,6 +39,7 @@ from prefect_tune.runtime.processes.process_reset import (
     has_noted_import,
     noting_import,
     prepend_import_path,
+    run_exit_handlers,
     settle_in,
 )
 from prefect_tune.runtime.ranks import claim_process
@@ -93,10 +94,13 @@ def serve(channel: Connection) -> None:
     ignore_group_signals()
     connection = SupervisorConnection(channel)
     attempts = _Attempts(connection, whole_process=True)
+    if (start := _next_start(connection)) is None:
+        return  # it was forked in advance, and is not needed
     with suppress(_Declined):
-        while (start := _next_start(connection)) is not None and attempts.run(start):
-            pass
+        while start is not None and attempts.run(start):
+            start = _next_start(connection)
     attempts.clean_up()
+    run_exit_handlers()
 
 
 def rehearse() -> None:
@@ -396,6 +400,7 @@ def _die_with_supervisor(lifeline_fd: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
     # Threads and children that the trainable has left must not keep a finished trial alive.
+    run_exit_handlers()
     flush_output()
     os._exit(0)
 elif __name__ == "__mp_main__":
