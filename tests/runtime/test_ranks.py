@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.runtime import ranks
 from prefect_tune.runtime.ranks import _audit, require_first_rank, started_by
 
 
@@ -82,7 +83,7 @@ _TRIAL = "prefect_tune.runtime.processes.trial_process"
 @pytest.fixture
 def in_a_trials_process(monkeypatch: pytest.MonkeyPatch) -> None:
     main = SimpleNamespace(__spec__=SimpleNamespace(name=_TRIAL), __file__="/site/trial_process.py")
-    monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]  # it has what is asked for
+    monkeypatch.setattr(ranks, "PROGRAM", main)
     monkeypatch.setattr(sys, "argv", ["/site/trial_process.py", "5", "7"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-P", "-m", _TRIAL, "5", "7"])
 

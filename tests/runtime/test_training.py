@@ -25,6 +25,7 @@ from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
     FromTrial,
+    StartReceived,
     StateSaved,
     StepDone,
     StopAndSave,
@@ -83,7 +84,10 @@ def _trained(
 def _receive(near: Connection, received: list[FromTrial]) -> None:
     """Receive all messages of the trial, and acknowledge its checkpoints."""
     while not (received and isinstance(received[-1], TrialEnded | Broke)):
-        received.append(from_trial.validate_json(near.recv_bytes()))
+        message = from_trial.validate_json(near.recv_bytes())
+        if isinstance(message, StartReceived):
+            continue
+        received.append(message)
         if isinstance(received[-1], StepDone | StateSaved) and received[-1].checkpoint:
             near.send_bytes(CheckpointSaved(step=received[-1].report.step).model_dump_json().encode())
 

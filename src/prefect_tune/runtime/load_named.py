@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import os
 import sys
+import tempfile
 import traceback
+from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
 from prefect_tune.runtime.trainable import require_saves, require_trainable
 
 
@@ -75,13 +81,67 @@ def _is_importable(module: str) -> bool:
     return known is not None and found is not None and known.origin == found.origin
 
 
+def pickled(thing: object) -> str:
+    """Return `thing` as the hexadecimal text that `load_named` takes; code keeps its file, for tracebacks."""
+    import cloudpickle
+
+    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def reduce_code(code: CodeType) -> tuple[object, ...]:
+        make, arguments = reduce(code)  # cloudpickle 3.1.3 names no file
+        return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
+
+    file = io.BytesIO()
+    reducers = ChainMap({CodeType: reduce_code}, cloudpickle.Pickler.dispatch_table)
+    type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": reducers})(file).dump(thing)
+    return file.getvalue().hex()
+
+
 def load_trainable(name: str) -> object:
     """Return what `load_named` does, checked to be a trainable.
+
+    In a trial's process, what a script or a notebook has defined is in its `__main__` then, so that it can be pickled.
 
     Raises:
         InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
-    return require_trainable(load_named(name), name)
+    found = require_trainable(load_named(name), name)
+    if ":" not in name and is_program_of_trials() and (names := _defined_by_script(found)):
+        main = ModuleType("__main__")
+        main.__dict__.update({**names, "__spec__": PROGRAM.__spec__})  # which `multiprocessing` runs in a new process
+        sys.modules["__main__"] = main
+    return found
+
+
+def _defined_by_script(trainable: object) -> dict[str, object]:
+    """Return what a pickled trainable uses of the script or notebook that defined it, by name."""
+    kind = trainable if isinstance(trainable, type) else type(trainable)
+    methods = (each for base in kind.__mro__ for each in vars(base).values())
+    parts = [inspect.unwrap(each) for each in (trainable, getattr(trainable, "func", None), *methods) if callable(each)]
+    functions = [each for each in parts if isinstance(each, FunctionType) and each.__module__ == "__main__"]
+    scripts = [each.__globals__ for each in functions if each.__globals__.get("__name__") == "__main__"]
+    found = dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
+    own = [each for each in (*kind.__mro__, *functions) if each.__module__ == "__main__"]
+    return found | {each.__name__: each for each in own if each.__qualname__ == each.__name__}
+
+
+_SPAWNED = "PREFECT_TUNE_TRAINABLE"
+
+
+def offer_to_spawned(trainable: str) -> None:
+    """Keep a pickled trainable in a file, for processes that the trial starts by `spawn`; see `names_for_spawned`."""
+    if sys.modules["__main__"] is not PROGRAM:
+        with suppress(OSError), tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False) as file:
+            file.write(trainable)
+            os.environ[_SPAWNED] = file.name
+
+
+def names_for_spawned() -> dict[str, object]:
+    """Return what the script of the trial that spawned this process defines, for its `__main__`."""
+    try:
+        return _defined_by_script(load_named(Path(os.environ[_SPAWNED]).read_text()))
+    except (KeyError, OSError):  # the trainable is in a module
+        return {}
 
 
 def require_loadable(config: Mapping[str, object]) -> None:

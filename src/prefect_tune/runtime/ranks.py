@@ -14,6 +14,8 @@ _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 _MAIN_MODULES: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
+PROGRAM: Final = sys.modules["__main__"]
+"""The main module that this process was started with; that of a trial is replaced by what its script defines."""
 ONE_PROCESS: Final = (
     "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
     "one process), and run more trials side by side instead"
@@ -29,6 +31,11 @@ class TrialProcess:
     """Its process id."""
     name: str
     """The trial's name."""
+
+
+def is_program_of_trials() -> bool:
+    """Whether this process was started for trials: it is not a script's or notebook's with `isolation="thread"`."""
+    return _program_name() in _MAIN_MODULES
 
 
 def claim_process(trial: str) -> None:
@@ -101,10 +108,14 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 def _is_this_program(command: Sequence[object]) -> bool:
     """Whether it runs this process's main module with the same arguments; a search inside a trial has others."""
     words = _words(command)
-    main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    again = [["-m", str(name), *sys.argv[1:]], [str(getattr(main, "__file__", None)), *sys.argv[1:]]]
-    return name in _MAIN_MODULES and (words == sys.orig_argv or words[1:] in again)
+    again = [
+        [*program, *sys.argv[1:]] for program in (["-m", _program_name()], [str(getattr(PROGRAM, "__file__", ""))])
+    ]
+    return is_program_of_trials() and (words == sys.orig_argv or words[1:] in again)
+
+
+def _program_name() -> str:
+    return str(getattr(getattr(PROGRAM, "__spec__", None), "name", ""))
 
 
 def _words(command: Sequence[object]) -> list[str]:

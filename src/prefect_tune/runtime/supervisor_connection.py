@@ -9,7 +9,7 @@ from typing import Final
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import IMPORTED, FromTrial, ToTrial, to_trial
+from prefect_tune.core.messages.process_messages import IMPORTED, FromTrial, StartReceived, ToTrial, to_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
 _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
@@ -47,7 +47,7 @@ class SupervisorConnection:
             raise MalformedMessage(f"from the trial's supervisor: {error}") from None
         return message
 
-    def send(self, message: FromTrial) -> None:
+    def send(self, message: FromTrial | StartReceived) -> None:
         """Send a message.
 
         Raises:

@@ -11,8 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import cloudpickle
-
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
@@ -20,6 +18,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events.experiment_events import Quarantined
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.runtime.load_named import pickled
 
 Reuse: TypeAlias = Literal["auto", "fork", "keep", "never"]
 """How trials share the import of their trainable's module.
@@ -119,7 +118,7 @@ def pickled_or_path(thing: object) -> str:
     if isinstance(thing, str):
         return thing
     try:
-        return bytes(cloudpickle.dumps(thing)).hex()
+        return pickled(thing)
     except Exception as error:
         raise InvalidInput(
             f"{thing!r} cannot be sent to the trial's process ({type(error).__name__}: {error}). Put it into a "

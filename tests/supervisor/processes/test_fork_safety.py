@@ -231,6 +231,34 @@ REASONS = {
         import signal
         signal.signal(signal.SIGUSR1, lambda *_: None)
     """,
+    "a fork of it started threads that still run: Thread-": """
+        import threading
+        lock = threading.Lock()
+        def hold():
+            with lock:
+                threading.Event().wait()
+        os.register_at_fork(after_in_child=lambda: threading.Thread(target=hold, daemon=True).start())
+    """,
+    "a fork of it started threads that still run: second": """
+        import threading
+        forks = []
+        def start():
+            forks.append(1)
+            if len(forks) == 2:
+                threading.Thread(target=threading.Event().wait, daemon=True, name="second").start()
+        os.register_at_fork(after_in_child=start)
+    """,
+    "a fork of it left open: /dev/null": """
+        os.register_at_fork(after_in_child=lambda: os.open(os.devnull, os.O_WRONLY))
+    """,
+    "started processes that still run: ": """
+        import subprocess
+        os.register_at_fork(after_in_child=lambda: subprocess.Popen(["sleep", "600"]))
+    """,
+    "a fork of it installed handlers of signals: SIGUSR2": """
+        import signal
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR2, lambda *_: None))
+    """,
     "it imports JAX, which cannot be forked": """
         import sys, types
         sys.modules["jax"] = types.ModuleType("jax")
@@ -337,3 +365,37 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
     ours.require_none()
+
+
+@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import atexit, multiprocessing.util, time
+        def note(what):
+            time.sleep(0.5)  # longer than a process without handlers takes to exit
+            with open({str(tmp_path / "exits")!r}, "a") as file:
+                file.write(f"{{what}} {{os.getpid()}}\\n")
+        atexit.register(note, "module")
+        def measured(config):
+            atexit.register(note, "trial")
+            return {{"x": config["x"]}}
+    """)
+    pids = [each["pid"] for each in trains(2, reuse)]
+    noted = sorted((tmp_path / "exits").read_text().splitlines())
+    assert noted == sorted([*(f"module {each}" for each in {*pids}), *(f"trial {each}" for each in pids)])
+
+
+def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
+    trains: Trains, module: Module
+) -> None:
+    module.write("""
+        import atexit, multiprocessing, time
+        def measured(config):
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+            if config["x"] == 1:
+                atexit.register(time.sleep, 600)
+            return {"x": config["x"]}
+    """)
+    assert [each["x"] for each in trains(3, "fork")] == [0, 1, 2]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 
 import pytest
 
+from prefect_tune.supervisor.processes import process_output
 from prefect_tune.supervisor.processes.process_output import TrialOutput
 from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
@@ -146,3 +149,35 @@ def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: 
         output.stop()
         output.stop()
         assert recorder.answers == ["this task"]
+
+
+def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(
+    pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    recorder, output = logged(pipe)
+    lines = [f"line {number}" for number in range(20_000)]
+    for line in lines:
+        os.write(pipe[1], f"{line}\n".encode())
+    last = output.stop()
+    (file,) = tmp_path.iterdir()
+    *begin, notice = recorder.lines
+    assert (len(begin), begin + file.read_text().splitlines()) == (1000, lines)
+    assert str(file) in notice
+    assert last.splitlines() == lines[-20:]
+
+
+def test_after_a_flood_lines_are_logged_again(
+    pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    recorder, output = logged(pipe)
+    os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
+    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
+    until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
+    os.write(pipe[1], b"a step\n")
+    output.stop()
+    assert recorder.lines[-1] == "a step"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefect_tune.supervisor.processes import fork_client, process_output, process_pool
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.supervisor.processes.modules import Module
 
@@ -119,3 +122,69 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
         with pytest.raises(OSError, match="No space"), pool.process(module.start(), log_to(recorder)):
             pass
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
+
+
+@pytest.mark.parametrize(("process", "said"), [(1, "was forked within 3 s"), (2, "did not begin its trial within 3 s")])
+def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_its_own(
+    module: Module,
+    ours: Family,
+    recorder: LogRecorder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    process: int,
+    said: str,
+) -> None:
+    module.write(f"""
+        import time
+        def hang_later():
+            global depth
+            depth += 1
+            if depth == {process} and os.path.exists({str(tmp_path / "hang")!r}):
+                time.sleep(600)
+        depth = 0
+        os.register_at_fork(after_in_child=hang_later)
+        def measured(config):
+            open({str(tmp_path / "hang")!r}, "w").close()
+            return {{"x": config["x"]}}
+    """)
+    pids = []
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        for x in range(3):
+            with pool.process(module.start(x), log_to(recorder)) as channel:
+                pids.append(metrics_of(channel)["pid"])
+            pool.dismiss()
+            until(lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}")
+            monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
+            monkeypatch.setattr(process_pool, "_BEGINS", timedelta(seconds=3))
+    assert pids[0] not in module.imports
+    assert pids[1:] == module.imports[1:]
+    assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
+
+
+@pytest.mark.parametrize("slots", [0, 1], ids=["in the trial's process", "in the template"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_an_import_that_takes_long_says_so_again_and_again(
+    module: Module, recorder: LogRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, reuse: Reuse
+) -> None:
+    monkeypatch.setattr(process_output, "_FIRST_NOTE", timedelta(seconds=0.1))
+    module.write(f"""
+        import time
+        while not os.path.exists({str(tmp_path / "go")!r}):
+            time.sleep(0.01)
+        def measured(config): return {{"x": config["x"]}}
+    """)
+
+    def train(pool: TrialProcessPool) -> Any:
+        with pool.process(module.start(7), log_to(recorder)) as channel:
+            return metrics_of(channel)["x"]
+
+    def notes() -> list[str]:
+        return [each for each in recorder.lines if each.startswith(f"importing trainable '{module.name}:train'")]
+
+    with nothing_left(), TrialProcessPool(slots=slots, reuse=reuse) as pool, ThreadPoolExecutor(1) as threads:
+        if not slots:
+            pool.prepare(f"{module.name}:train", log_to(recorder))
+        training = threads.submit(train, pool)
+        until(lambda: len(notes()) >= 2, seconds=60, what=lambda: f"two notes, not {recorder.lines}")
+        (tmp_path / "go").touch()
+        assert training.result() == 7

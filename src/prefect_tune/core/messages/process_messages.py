@@ -27,6 +27,7 @@ __all__ = [
     "Preload",
     "Question",
     "Start",
+    "StartReceived",
     "StateSaved",
     "StepDone",
     "StopAndSave",
@@ -160,6 +161,12 @@ class Leave(Value):
         return without_none(dump(self), "end")
 
 
+class StartReceived(Value):
+    """The process has begun the attempt: from here on the time that passes is the trainable's, its import included."""
+
+    type: Literal["start-received"] = "start-received"
+
+
 class TrainableLoaded(Value):
     """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
 
@@ -237,4 +244,6 @@ _FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | StateSav
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[_FromTrial] = TypeAdapter(FromTrial)
+from_trial: TypeAdapter[_FromTrial | StartReceived] = TypeAdapter(
+    Annotated[_FromTrial | StartReceived, Field(discriminator="type")]
+)

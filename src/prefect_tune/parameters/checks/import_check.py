@@ -16,7 +16,7 @@ from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.runtime.trainable import CALLED_WITH
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
-from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.supervisor.processes.process_output import Log, WaitLog
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path, pickled_or_path
 
@@ -51,7 +51,7 @@ def require_importable(
     with ScratchDirectory("import") as scratch, TrialProcessPool(slots=0) as pool:
         folder = str(scratch / "import")
         with pool.process(_start(_about(trainable, cadence), folder), log) as channel:
-            _raise_what_it_says(channel)
+            _raise_what_it_says(channel, WaitLog(log, f"importing trainable {trainable!r}"))
 
 
 def _about(trainable: str, cadence: Cadence | None) -> Mapping[str, object]:
@@ -120,9 +120,10 @@ def _start(config: Mapping[str, object], folder: str) -> Start:
     )
 
 
-def _raise_what_it_says(channel: TrialChannel) -> None:
+def _raise_what_it_says(channel: TrialChannel, waits: WaitLog) -> None:
     """Wait for the end of the check; if the process is killed, its trials decide."""
     while True:
+        waits.note()
         try:
             message = channel.receive(_PATIENCE)
         except EOFError:

@@ -11,18 +11,19 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
 from prefect_tune.runtime.load_named import load_trainable
+from prefect_tune.runtime.processes.group_signals import handlers_in_fork
 from prefect_tune.runtime.processes.process_reset import (
     ProcessState,
     flush_output,
@@ -43,7 +44,7 @@ _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 # Caches in the temporary directory, which libraries write so that processes may share them.
 _SHARED_CACHES = ("matplotlib-", "torchinductor_")
 _PROBE = timedelta(seconds=10)
-_LOOK_AGAIN = timedelta(seconds=0.002)
+_ANSWER_BYTES, _NOTHING = 2000, b"nothing"
 
 
 def import_before_forking(request: ImportRequest) -> str:
@@ -94,38 +95,52 @@ class _Held:
 def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
-    now = ProcessState.now().handlers
-    if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now[each] != own]:
-        return f"its import installed handlers of signals: {', '.join(changed)}"
-    if not _a_fork_ends():
-        return f"a fork of it did not end within {_PROBE}"
-    if threads := _threads():
-        return f"its import started threads that still run: {', '.join(threads)}"
-    if processes := processes_left():
-        return f"its import started processes that still run: {', '.join(map(str, sorted(processes)))}"
-    if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
-        return f"its import left open: {', '.join(left)}"
+    of_fork = _done_by_a_fork()  # first: libraries with fork handlers, such as OpenBLAS, end their threads here then
+    if of_import := _done_since(before.handlers, held):
+        return f"its import {of_import}"
+    if of_fork:
+        return f"a fork of it {of_fork}"
     if made := sorted(each.name for each in temporary.iterdir() if not each.name.startswith(_SHARED_CACHES)):
         return f"its import made temporary files, which forks would share: {', '.join(made)}"
-    if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
-        return "its import set a timer"
     return ""
 
 
-def _a_fork_ends() -> bool:
-    """Fork once. Libraries with fork handlers, such as OpenBLAS, end their threads in this process then."""
-    with warnings.catch_warnings():
+def _done_since(handlers: Mapping[int, Any], held: _Held) -> str:
+    """Return what this process has now that a fork would lose, or share; empty if there is nothing."""
+    now = ProcessState.now().handlers
+    if changed := [signal.Signals(each).name for each, own in handlers.items() if now[each] != own]:
+        return f"installed handlers of signals: {', '.join(changed)}"
+    if threads := _threads():
+        return f"started threads that still run: {', '.join(threads)}"
+    if processes := processes_left():
+        return f"started processes that still run: {', '.join(map(str, sorted(processes)))}"
+    if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
+        return f"left open: {', '.join(left)}"
+    if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
+        return "set a timer"
+    return ""
+
+
+def _done_by_a_fork(generations: int = 2) -> str:
+    """Return what fork handlers do in a fork of this process, and in a fork of that: a subreaper, and its trial."""
+    reading, writing = os.pipe()
+    handlers, held = handlers_in_fork(ProcessState.now().handlers), _Held.now()
+    with warnings.catch_warnings(), os.fdopen(reading, "rb"), os.fdopen(writing, "wb"):
         warnings.simplefilter("ignore")  # Python 3.12 warns if there is another thread: OpenBLAS ends its own just then
         if (probe := os.fork()) == 0:
-            os._exit(0)
-    until = time.monotonic() + _PROBE.total_seconds()
-    while os.waitpid(probe, os.WNOHANG) == (0, 0):
-        if time.monotonic() >= until:
+            try:
+                done = _done_since(handlers, held) or (_done_by_a_fork(generations - 1) if generations > 1 else "")
+                os.write(writing, done.encode("utf-8", "replace")[:_ANSWER_BYTES] or _NOTHING)
+            finally:
+                os._exit(0)
+        if wait([reading], _PROBE.total_seconds()):
+            said = os.read(reading, _ANSWER_BYTES)
+        else:
+            said = f"did not answer within {_PROBE}".encode()
             os.kill(probe, signal.SIGKILL)
+        with suppress(ChildProcessError):  # the import has set SIGCHLD to be ignored
             os.waitpid(probe, 0)
-            return False
-        time.sleep(_LOOK_AGAIN.total_seconds())
-    return True
+    return "" if said == _NOTHING else said.decode("utf-8", "replace")
 
 
 def _threads() -> list[str]:

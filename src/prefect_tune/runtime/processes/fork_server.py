@@ -40,6 +40,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.load_named import names_for_spawned
 from prefect_tune.runtime.processes.fork_safety import import_before_forking
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.linux import (
@@ -383,3 +384,5 @@ def _say(status: int, words: str) -> None:
 
 if __name__ == "__main__":
     run_forever(partial(fork_server_main, *map(int, sys.argv[1:])))
+elif __name__ == "__mp_main__":  # in a process that a trial has started by `spawn`
+    globals().update(names_for_spawned())

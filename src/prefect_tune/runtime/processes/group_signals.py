@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_handlers_before: dict[signal.Signals, Any] = {}
+_handlers_before: dict[int, Any] = {}
 _forking = threading.local()  # the signal mask before the fork, of each thread that forks
 
 
@@ -27,6 +28,11 @@ def ignore_group_signals() -> None:
             after_in_parent=_unblock_signals,
             after_in_child=_restore_handlers,
         )
+
+
+def handlers_in_fork(handlers: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Return which signal handlers a fork of a process with these ones has."""
+    return {each: _handlers_before.get(each, own) if own is _ignore else own for each, own in handlers.items()}
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import locale
 import logging
@@ -291,6 +292,16 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
+
+
+def run_exit_handlers() -> None:
+    """Run the handlers of `atexit` before `os._exit`, which does not: the module's own, and those of trials.
+
+    That of `multiprocessing` is left out, since it waits for children: the subreaper ends them.
+    """
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        atexit.unregister(vars(util)["_exit_function"])
+    vars(atexit)["_run_exitfuncs"]()  # as the interpreter does at its end; it prints what they raise
 
 
 def free_memory() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -26,9 +27,9 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
+from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
-from prefect_tune.runtime.load_named import load_named, load_trainable
+from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
 from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.process_reset import (
@@ -38,6 +39,7 @@ from prefect_tune.runtime.processes.process_reset import (
     has_noted_import,
     noting_import,
     prepend_import_path,
+    run_exit_handlers,
     settle_in,
 )
 from prefect_tune.runtime.ranks import claim_process
@@ -92,10 +94,13 @@ def serve(channel: Connection) -> None:
     ignore_group_signals()
     connection = SupervisorConnection(channel)
     attempts = _Attempts(connection, whole_process=True)
+    if (start := _next_start(connection)) is None:
+        return  # it was forked in advance, and is not needed
     with suppress(_Declined):
-        while (start := _next_start(connection)) is not None and attempts.run(start):
-            pass
+        while start is not None and attempts.run(start):
+            start = _next_start(connection)
     attempts.clean_up()
+    run_exit_handlers()
 
 
 def rehearse() -> None:
@@ -111,14 +116,12 @@ def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _rehearsal() -> Start:
-    import cloudpickle
-
     return Start(
         experiment="rehearsal",
         trial="rehearsal",
         attempt=1,
-        trainable=cloudpickle.dumps(_trains_nothing).hex(),
-        stopper=cloudpickle.dumps(Never()).hex(),
+        trainable=pickled(_trains_nothing),
+        stopper=pickled(Never()),
         import_path=(),
         config={},
         directory="",
@@ -174,6 +177,7 @@ class _Attempts:
             _Declined: the trainable refused this trial; nothing was sent.
         """
         self._session = None
+        self._connection.send(StartReceived())
         try:
             ended: TrialEnded | Broke = self._run(start)
         except _Declined:
@@ -204,6 +208,7 @@ class _Attempts:
         enter(session, whole_process=self._whole_process)
         if self._whole_process:
             claim_process(start.trial)
+            offer_to_spawned(start.trainable)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
         before = ProcessState.now() if start.kept != "never" else None
@@ -333,7 +338,16 @@ def _code(trainable: type | TrainFunction) -> str:
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
     message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
-    return Broke(cause=cause, message=message, traceback=_traceback_of_trainable(error))
+    return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about errors that are due to the process in which a trial runs; empty for others."""
+    if type(error).__qualname__ == "BdbQuit":
+        return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
+    if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
+        return ". Move what the script or notebook defines to a module, which each process can import"
+    return ""
 
 
 def _traceback_of_trainable(error: BaseException) -> str:
@@ -386,5 +400,8 @@ def _die_with_supervisor(lifeline_fd: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
     # Threads and children that the trainable has left must not keep a finished trial alive.
+    run_exit_handlers()
     flush_output()
     os._exit(0)
+elif __name__ == "__mp_main__":
+    globals().update(names_for_spawned())

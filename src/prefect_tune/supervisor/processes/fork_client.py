@@ -159,13 +159,15 @@ def _latin(text: str) -> str:
 
 def _started_pid(status: socket.socket) -> int | None:
     words = message_of(status, _PATIENCE)
-    match (words or "").split():
+    match (words if words is not None else "no word yet").split():
         case ["born", subreaper, _]:
             return int(subreaper)
         case ["failed", number]:
             raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
-        case _:
+        case []:
             return None
+        case _:
+            raise TimeoutError(f"no trial's process was forked within {_PATIENCE.total_seconds():g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,10 @@ class PendingFork:
         self._ends = ends
 
     def child(self) -> ForkedProcess | None:
-        """Wait up to 30 s for the process; return None if the fork server is gone or does not answer.
+        """Wait up to 30 s for the process; return None if the fork server is gone.
 
         Raises:
+            TimeoutError: it does not answer.
             OSError: the fork failed, for example for lack of memory or process ids.
         """
         with ExitStack() as undo:

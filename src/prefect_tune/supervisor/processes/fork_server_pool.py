@@ -12,7 +12,7 @@ from typing import Literal, Self, TypeAlias
 from prefect_tune.core.messages.process_messages import READY
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.processes.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
-from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
+from prefect_tune.supervisor.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.supervisor.processes.trial_environment import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.supervisor.trial_spec import Reuse
 
@@ -61,6 +61,7 @@ class Template:
         self._control = control
         self._process: ForkedProcess | None = None
         self._output = TrialOutput(log)
+        self._waits = WaitLog(log, f"importing {kind}")
         self._ready = threading.Event()
         self._leaving = threading.Event()
         self.why_not = ""
@@ -123,6 +124,7 @@ class Template:
                 return "" if said == READY else said
             if said is not None or not process.is_alive():
                 return "its import ended the process"
+            self._waits.note()
             if until.remaining_seconds <= 0:
                 return f"its import took longer than {_IMPORT}"
         return "it is not needed any more"
@@ -176,7 +178,8 @@ class ForkServers:
         if not forks.why_not:
             return forks
         if forks.was_forked:
-            self._note(kind, forks, log)
+            if self._is_news(kind, forks.why_not, log):
+                forks.end()
         else:  # its fork server is gone: a template of a new one may do better
             self.lose(forks)
             self.lose(forks.server)
@@ -251,13 +254,21 @@ class ForkServers:
             self._running[key] = found
         return found
 
-    def _note(self, kind: TrialKind, template: Template, log: Log) -> None:
+    def refuse(self, kind: TrialKind, why: str, log: Log) -> None:
+        """Fork no more trials of this kind after its import, if they are; those that were forked train on."""
         with self._guard:
-            is_news = kind not in self._unfit
-            self._unfit[kind] = template.why_not
+            template = self._running.get(kind)
+        if self._has_templates and self._is_news(kind, why, log) and isinstance(template, Template):
+            template.let_go()
+
+    def _is_news(self, kind: TrialKind, why_not: str, log: Log) -> bool:
+        """Note, and log once, why trials of this kind are not forked after its import; return whether that is news."""
+        with self._guard:
+            if kind in self._unfit:
+                return False
+            self._unfit[kind] = why_not
             self._running.pop(kind, None)
-        if is_news:
-            template.end()
-            kept = self.kept(kind) == "always"
-            how = "a process that has imported it serves one trial after the other" if kept else "each trial imports it"
-            log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, template.why_not)
+        kept = self.kept(kind) == "always"
+        how = "a process that has imported it serves one trial after the other" if kept else "each trial imports it"
+        log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, why_not)
+        return True

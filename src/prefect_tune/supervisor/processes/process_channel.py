@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, from_trial
+from prefect_tune.core.messages.process_messages import FromTrial, Start, StartReceived, ToTrial, from_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
 from prefect_tune.supervisor.processes.trial_environment import added_to_this, of_trial
@@ -44,11 +44,14 @@ class TrialChannel:
         self._reader = _reader_of(connection)
         self._body = body
         self._sending = threading.Lock()
+        self.has_begun = False
+        """Whether the process has begun the attempt: what it does then is the trainable's, its import included."""
 
     def go_over_to(self, connection: Connection, body: _Body) -> None:
         """Switch to another process."""
         with self._sending:
             self._connection, self._reader, self._body = connection, _reader_of(connection), body
+            self.has_begun = False
 
     def tell(self, message: ToTrial) -> None:
         """Send a message; if the trial is gone the message is dropped, and `receive` raises."""
@@ -63,11 +66,12 @@ class TrialChannel:
             MalformedMessage: its process, or a child of it, wrote invalid bytes; nothing more can be read.
         """
         try:
-            if (message := self._reader.read(patience)) is not None or self._body.is_alive():
-                return message
-            # A child of the trial may hold the socket open: then only the process's death shows that it is gone.
-            if (message := self._reader.read(timedelta(0))) is not None:
-                return message
+            message = self._reader.read(patience)
+            if message is None and not self._body.is_alive():
+                # A child of the trial may hold the socket open: then only the process's death shows that it is gone.
+                message = self._reader.read(timedelta(0))
+                if message is None:
+                    raise EOFError("the trial is gone")
         except OSError as gone:  # it was killed in the middle of a message
             raise EOFError("the trial is gone") from gone
         except MalformedMessage as error:
@@ -75,14 +79,17 @@ class TrialChannel:
                 f"the channel of the trial's process: {error}. Only that process and its children can write there: "
                 "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
             ) from None
-        raise EOFError("the trial is gone")
+        if isinstance(message, StartReceived):
+            self.has_begun = True
+            return None
+        return message
 
     def end(self) -> str:
         """End the trial and its descendants; return a description of how it ended."""
         return self._body.end()
 
 
-def _reader_of(connection: Connection) -> MessageReader[FromTrial]:
+def _reader_of(connection: Connection) -> MessageReader[FromTrial | StartReceived]:
     return MessageReader(connection, from_trial, limit_bytes=FROM_TRIAL_BYTES)
 
 

@@ -8,20 +8,27 @@ import io
 import logging
 import os
 import struct
+import tempfile
 import termios
 import threading
+import time
 from collections import deque
 from collections.abc import MutableMapping
+from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
+_FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
+_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
+_OVERFLOW_BYTES = 256 * 1024**2
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
 
 
@@ -36,11 +43,27 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
         return f"trial {self._trial}: {msg}", kwargs
 
 
+class WaitLog:
+    """Logs what is under way and for how long, after `first` (10 s), and then ever more seldom."""
+
+    def __init__(self, log: Log, what: str, first: timedelta | None = None) -> None:
+        self._log, self._what = log, what
+        self._began, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE).total_seconds()
+
+    def note(self) -> None:
+        """Log it if that is due; call this every second or so."""
+        waited = time.monotonic() - self._began
+        if waited >= self._next_seconds:
+            self._next_seconds = 3 * waited
+            self._log.info("%s (%.0f s so far)", self._what, waited)
+
+
 class TrialOutput:
     """Logs the lines that arrive on a descriptor, until `stop`.
 
     Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
-    more memory than that.
+    more memory than that. Prefect's log takes about a millisecond for each line, while the process waits: of a flood,
+    1,000 lines are logged, and the rest is written to a file, which is left for its reader.
     """
 
     def __init__(self, log: Log) -> None:
@@ -48,6 +71,9 @@ class TrialOutput:
         self._begun: list[str] = []  # the pieces of a line whose end has not arrived yet
         self._begun_count = 0  # their characters
         self._last: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._room, self._counted_at = _BURST_LINES, time.monotonic()
+        self._overflow: io.FileIO | None = None
+        self._is_flooded = False
         self._pump: threading.Thread | None = None
         self._stop: int | None = None
 
@@ -78,6 +104,9 @@ class TrialOutput:
             self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
         if self._begun:
             self._end_line()
+        if self._overflow is not None:
+            self._overflow.close()
+            self._overflow = None
 
     def _take(self, text: str) -> None:
         *whole, rest = text.split("\n")
@@ -107,7 +136,30 @@ class TrialOutput:
 
     def _tell(self, line: str) -> None:
         self._last.append(line)
-        self._log.info("%s", line)
+        now = time.monotonic()
+        self._room = min(_BURST_LINES, self._room + (now - self._counted_at) * _LINES_PER_SECOND)
+        self._counted_at = now
+        if self._is_flooded and self._room < _BURST_LINES / 2:
+            self._write(line)
+            return
+        self._is_flooded = self._room <= 0
+        if not self._is_flooded:
+            self._room -= 1 + len(line) // _LINE_CHARACTERS
+            self._log.info("%s", line)
+            return
+        self._write(line)
+        where = "left out" if self._overflow is None else f"in {self._overflow.name}"
+        self._log.warning("more output than the log can take; until there is less of it, it is %s", where)
+
+    def _write(self, line: str) -> None:
+        """Write to the file for what is not logged: at most 256 MiB, so that no disk fills."""
+        with suppress(OSError):  # no space: the process must not wait for that
+            if self._overflow is None:
+                number, name = tempfile.mkstemp(prefix="prefect-tune-output-", suffix=".log")
+                os.close(number)
+                self._overflow = Path(name).open("ab", buffering=0)  # noqa: SIM115 - closed by the thread that writes
+            if self._overflow.tell() < _OVERFLOW_BYTES:
+                self._overflow.write(f"{line}\n".encode("utf-8", "replace"))
 
 
 def _waiting_bytes(pipe: int) -> int:

@@ -23,7 +23,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.processes.fork_client import ForkedProcess, PendingFork, surroundings
 from prefect_tune.supervisor.processes.fork_server_pool import ForkServers, TrialKind
 from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
-from prefect_tune.supervisor.processes.process_output import Log, TrialOutput
+from prefect_tune.supervisor.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 
 _TRIES = 3
@@ -31,6 +31,9 @@ _LOOK_AGAIN = timedelta(seconds=0.2)
 _LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits
 _MOMENT = timedelta(seconds=0.2)
 _GOODBYE = timedelta(seconds=5)
+_BEGINS = timedelta(seconds=60)  # a fork begins in milliseconds, unless a lock that it has inherited stays locked
+_FIRST_REPORT = timedelta(minutes=10)
+_NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
 
 
 class TrialProcessPool:
@@ -183,16 +186,26 @@ class TrialProcessPool:
             with suppress(OSError):
                 if (child := expected.child()) is None:
                     continue
-                if child.is_alive() and (not expected.imports or _has_imported(child, log, stop)):
+                waits = WaitLog(log, f"importing {kind}")
+                if child.is_alive() and (not expected.imports or _has_imported(child, log, stop, waits)):
                     return child
                 child.end(timedelta(0))
         for _ in range(_TRIES):
             forks = self._forks.ready(kind, log, stop)
             self._forks.end_surplus(self._slots)
-            if (child := forks.fork().child()) is not None:
-                return child
-            self._forks.lose(forks)
+            try:
+                if (child := forks.fork().child()) is not None:
+                    return child
+                self._forks.lose(forks)
+            except TimeoutError as error:  # such as a fork handler that hangs
+                self._forks.lose(forks)
+                self._forks.refuse(kind, str(error), log)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
+
+    def refuse_forks(self, kind: TrialKind, why: str, log: Log) -> None:
+        """Fork no more trials of this kind after its import: one of them has failed for that, as `why` says."""
+        self._forks.refuse(kind, why, log)
+        self._end_expected(timedelta(0))
 
     def _next_expected(self, kind: TrialKind) -> PendingFork | None:
         with self._guard:
@@ -234,7 +247,7 @@ class _Request:
     stop: threading.Event
 
 
-def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool:
+def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event, waits: WaitLog) -> bool:
     """Wait for its import; return False if it ended the process, or if `stop` is set before.
 
     Until then the process reads nothing, so that sending it a long message would block.
@@ -243,6 +256,7 @@ def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event) -> bool
     output.start(child.output)
     try:
         while not child.has_imported(_LOOK_AGAIN):
+            waits.note()
             if stop.is_set():
                 return False
     except (EOFError, OSError):
@@ -268,6 +282,8 @@ class _Borrowed:
         self.child = child
         self._output = TrialOutput(log)
         self._became = ""
+        self.exits = False
+        """Whether the process has sent the end of its last trial: its handlers of `atexit` run."""
 
     def begin(self) -> None:
         self._output.start(self.child.output)
@@ -277,7 +293,7 @@ class _Borrowed:
 
     def end(self) -> str:
         if not self._became:
-            code = self.child.end(_MOMENT)
+            code = self.child.end(_GOODBYE if self.exits else _MOMENT)
             self._became = became(code, self._output.stop())
         return self._became
 
@@ -295,13 +311,17 @@ class _PooledChannel(TrialChannel):
         self._request = request
         self._borrowed = borrowed
         self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
-        self._sent: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
+        self._sent: list[ToTrial] = []  # messages up to then or to its begin, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
+        self._begins: Deadline | None = None
+        self._waits: WaitLog | None = None
         self.keeps = False
 
-    def begin(self) -> None:
-        """Send the process its environment and the trial's start message."""
+    def begin(self, *, has_deadline: bool = True) -> None:
+        """Send the process its environment and the trial's start message; replace it if it does not begin in time."""
+        self._begins = Deadline.after(_BEGINS) if has_deadline else None
+        self._waits = WaitLog(self._request.log, "its process has not begun")
         self._borrowed.begin()
         temporary = self._borrowed.child.new_temporary_directory()
         super().tell(surroundings(temporary, self._request.kind.whole_environment))
@@ -310,12 +330,13 @@ class _PooledChannel(TrialChannel):
 
     def tell(self, message: ToTrial) -> None:
         with self._changing:
-            if self._is_on_trial:
+            if self._is_on_trial or not self.has_begun:
                 self._sent.append(message)
             if not self._closed:  # the process may serve another trial by then
                 super().tell(message)
 
     def receive(self, patience: timedelta) -> FromTrial | None:
+        had_begun = self.has_begun
         try:
             message = super().receive(patience)
         except EOFError:
@@ -328,7 +349,24 @@ class _PooledChannel(TrialChannel):
             return None
         self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
         self.keeps = isinstance(message, TrialEnded) and message.waits
+        self._borrowed.exits |= isinstance(message, TrialEnded | Broke)
+        self._note_wait(message, had_begun)
         return message
+
+    def _note_wait(self, message: FromTrial | None, had_begun: bool) -> None:  # noqa: FBT001 - of one call
+        """Log how long the trial has not come to its first report; replace a process that has not even begun."""
+        if self.has_begun and not had_begun:
+            self._waits = WaitLog(self._request.log, f"importing {self._request.kind}, or in its setup")
+        elif isinstance(message, TrainableLoaded):
+            self._waits = WaitLog(self._request.log, _NO_REPORT, _FIRST_REPORT)
+        elif message is not None:
+            self._waits = None
+        elif not self.has_begun and self._begins is not None and self._begins.remaining_seconds <= 0:
+            why = f"did not begin its trial within {_BEGINS.total_seconds():g} s"
+            self._pool.refuse_forks(self._request.kind, f"a process that was forked after it {why}", self._request.log)
+            self._replace(why, has_deadline=False)
+        elif self._waits is not None:
+            self._waits.note()
 
     def end(self) -> str:
         if not self.keeps:
@@ -344,19 +382,18 @@ class _PooledChannel(TrialChannel):
         if self.keeps:
             self._pool.keep(self._request.kind, self._borrowed.child)
 
-    def _replace(self, why: str = "") -> None:
-        """Take a new process: the reused one declined the trial, was killed or failed, before it reported anything.
+    def _replace(self, why: str = "", *, has_deadline: bool = True) -> None:
+        """Take a new process: this one declined the trial, was killed, failed or hung, before it reported anything.
 
         A failure there may be due to an earlier trial: some settings can be made only once in a process.
         """
         ended = self._borrowed.end()
         if why or not ended.startswith("exited with code 0"):
-            self._request.log.warning(
-                "a process that was kept from an earlier trial %s; a new one is started", why or ended
-            )
+            which = "a process that was kept from an earlier trial" if self._is_on_trial else "its process"
+            self._request.log.warning("%s %s; a new one is started", which, why or ended)
         with self._changing:
             request = self._request
             self._borrowed = _Borrowed(self._pool.new_child(request.kind, request.log, request.stop), request.log)
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
-            self.begin()
+            self.begin(has_deadline=has_deadline)
