@@ -24,6 +24,7 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.parameters.form_schema import TargetLike
 from prefect_tune.prefect_api.task_runs.public_task import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, run_log
+from prefect_tune.stores.local.download import manifest_of_copy, metadata_of_copy
 from prefect_tune.stores.local.staging import StagedFiles
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks import checkpoints as engine
@@ -163,8 +164,11 @@ class _Save:
         )
 
     def _has_these_files(self, key: CheckpointKey) -> bool:
+        """Whether the directory is what was saved, or a copy of it with the metadata that were set since."""
         with self._target.open(timeout=_LOOK) as store:
-            return has_same_files(read_manifest(store, key), StagedFiles(self._asked.directory))
+            manifest, staged = read_manifest(store, key), StagedFiles(self._asked.directory)
+            copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
+            return has_same_files(manifest, staged) or has_same_files(copy, staged)
 
     def _reports(self, state: Experiment) -> Sequence[Reported]:
         """Return the report of this step, unless it was journaled before its checkpoint."""

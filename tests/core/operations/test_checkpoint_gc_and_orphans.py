@@ -185,7 +185,8 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
                     size_bytes=manifest.size_bytes,
                 ),
             )
-        }
+        },
+        reached={"t": 0},
     )
     assert rest[:-1] == [Reported(trial="t", report=report) for report in reports]
     assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, message="its owner vanished without ending it")
@@ -215,8 +216,8 @@ def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
     new = opened_after(trained(steps))
-    adopted, ended = adopt(new.store, new.experiment)
-    assert adopted == Adopted()
+    adopted, ended = adopt(new.store, new.experiment, reached={"t": 7})
+    assert adopted == Adopted(reached={"t": 7})
     assert isinstance(ended, AttemptEnded)
 
 

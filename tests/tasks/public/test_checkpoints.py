@@ -162,8 +162,19 @@ def test_a_uri_names_the_target_and_its_checkpoint(caller: Caller, tmp_path: Pat
     saved = pt.save_checkpoint.fn(caller.directory(1), target=target, experiment="e", step=1, metadata={"by": "me"})
     assert saved.uri.startswith(Path(target).as_uri())
     with pt.Checkpoint(saved.uri).as_directory() as directory:
-        assert files_in(directory) == files_in(caller.directory(1))
+        assert files_in(directory) == {**files_in(caller.directory(1)), ".metadata.json": b'{"by": "me"}'}
     assert pt.Checkpoint(saved.uri).get_metadata() == {"by": "me"}
+
+
+def test_saving_a_step_again_from_its_copy_changes_nothing(caller: Caller) -> None:
+    first = caller.save(1, metadata={"by": "me"})
+    restored = caller.restore()
+    assert restored is not None
+    place = {"target": caller.target, "experiment": "e", "step": 1}
+    assert pt.save_checkpoint.fn(restored.directory, **place).uri == first.uri
+    (restored.directory / ".metadata.json").write_text('{"by": "you"}')
+    with pytest.raises(pt.AlreadyCommitted, match="it is committed with other files"):
+        pt.save_checkpoint.fn(restored.directory, **place)
 
 
 def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path: Path) -> None:
