@@ -182,7 +182,7 @@ def test_its_rerun_fails_too_until_errored_trials_run_again(local_target: LocalT
     with pytest.raises(pt.SearchFailed):
         searched(local_target, [0.05])
     again: Mapping[str, Any] = {"target": local_target, "trainable": Fragile}
-    state = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
+    state: Any = pt.resume(NAME, space={"x": 0.05, "breaks": True}, **again, return_state=True)
     assert state.is_failed()
     asked = "to retry with the code as it is now, pass rerun_errored=True (prefect-tune resume "
     assert f"1 errored trial was not retried: {asked}" in str(state.message)
