@@ -14,7 +14,7 @@ from pathlib import Path
 from prefect_tune.artifact_sync.syncer import Syncer
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import below
 from prefect_tune.stores.local.artifact_transfer import Writer
@@ -96,7 +96,7 @@ class TrialArtifacts:
 
     def _fetch(self) -> None:
         if self._syncer is not None:
-            with suppress(FileNotFoundError):  # no earlier attempt has synced any
+            with suppress(CheckpointNotFound):  # no earlier attempt has synced any
                 self._syncer.sync_down(self._remote, self._directory, self._excludes)
                 self._wait()
 

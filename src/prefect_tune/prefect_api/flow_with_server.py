@@ -259,7 +259,7 @@ def _require_listening(url: str) -> None:
     """
     parts = urlsplit(url)
     host, port = parts.hostname or url, parts.port or (443 if parts.scheme == "https" else 80)
-    if parts.scheme in getproxies() and not proxy_bypass(host):
+    if getproxies().keys() & {parts.scheme, "all"} and not proxy_bypass(host):
         return
     until, is_said = time.monotonic() + _RESTART_SECONDS, False
     while True:

@@ -11,7 +11,6 @@ import tempfile
 import traceback
 from collections import ChainMap
 from collections.abc import Mapping
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -127,14 +126,22 @@ def _defined_by_script(trainable: object) -> dict[str, object]:
 
 
 _SPAWNED = "PREFECT_TUNE_TRAINABLE"
+_MOST_SPAWNED_CHARACTERS = 64 * 1024 * 1024  # what is larger costs more disk than `spawn` is worth
 
 
 def offer_to_spawned(trainable: str) -> None:
     """Keep a pickled trainable in a file, for processes that the trial starts by `spawn`; see `names_for_spawned`."""
-    if sys.modules["__main__"] is not PROGRAM:
-        with suppress(OSError), tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False) as file:
+    os.environ.pop(_SPAWNED, None)  # that of an outer search
+    if sys.modules["__main__"] is PROGRAM or len(trainable) > _MOST_SPAWNED_CHARACTERS:
+        return
+    file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it outlives this call
+    try:
+        with file:
             file.write(trainable)
-            os.environ[_SPAWNED] = file.name
+    except OSError:  # the disk is full: a cut pickle would end every spawned process
+        Path(file.name).unlink(missing_ok=True)
+    else:
+        os.environ[_SPAWNED] = file.name
 
 
 def names_for_spawned() -> dict[str, object]:

@@ -80,7 +80,8 @@ def test_every_copy_has_the_metadata_of_its_checkpoint(
 ) -> None:
     """So has a copy of the copy, and a checkpoint that is committed from it."""
     checkpoint = pt.Checkpoint(target / KEY.folder)
-    for number, said in enumerate([{}, {"note": "best"}, {"more": 1, "note": "best"}]):
+    large = {"note": "x" * 5 * 1024 * 1024}  # more than a chunk
+    for number, said in enumerate([{}, {"note": "best"}, large, {"more": 1, "note": "best"}]):
         checkpoint.set_metadata(said)
         copied_by(checkpoint, copy := tmp_path / f"copy{number}")
         assert files_in(copy) == {**FILES, ".metadata.json": json.dumps(said).encode()}

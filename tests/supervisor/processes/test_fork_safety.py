@@ -384,7 +384,22 @@ def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     """)
     pids = [each["pid"] for each in trains(2, reuse)]
     noted = sorted((tmp_path / "exits").read_text().splitlines())
-    assert noted == sorted([*(f"module {each}" for each in {*pids}), *(f"trial {each}" for each in pids)])
+    imported = {*pids} if reuse == "never" else {*()}  # a forked trial shares what the import has made with others
+    assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
+
+
+def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: Trains, module: Module) -> None:
+    module.write("""
+        import atexit, shutil, tempfile
+        from pathlib import Path
+        folder = tempfile.mkdtemp(prefix="matplotlib-")
+        atexit.register(shutil.rmtree, folder)
+        other = tempfile.TemporaryDirectory(prefix="matplotlib-")
+        def measured(config):
+            own = tempfile.TemporaryDirectory()
+            return {"there": Path(folder).exists() and Path(other.name).exists()}
+    """)
+    assert [each["there"] for each in trains(3, "fork")] == [True] * 3
 
 
 def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -294,8 +295,21 @@ def flush_output() -> None:
             stream.flush()
 
 
+def forget_exit_handlers() -> None:
+    """Remove the handlers of `atexit` that a forked process inherits: what they clean up is shared with other trials.
+
+    A child of `multiprocessing` runs none of them either.
+    """
+    vars(atexit)["_clear"]()
+    finalize = vars(weakref.finalize)
+    for each in list(finalize["_registry"]):
+        each.atexit = False
+    if finalize["_registered_with_atexit"]:  # then it does not register itself again
+        atexit.register(finalize["_exitfunc"].__func__, weakref.finalize)
+
+
 def run_exit_handlers() -> None:
-    """Run the handlers of `atexit` before `os._exit`, which does not: the module's own, and those of trials.
+    """Run the handlers of `atexit` before `os._exit`, which does not: those that this process has registered.
 
     That of `multiprocessing` is left out, since it waits for children: the subreaper ends them.
     """

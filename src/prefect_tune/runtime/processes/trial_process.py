@@ -35,6 +35,7 @@ from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.process_reset import (
     ProcessState,
     flush_output,
+    forget_exit_handlers,
     free_memory,
     has_noted_import,
     noting_import,
@@ -92,6 +93,7 @@ def serve(channel: Connection) -> None:
     It returns without a message when the trainable declines the next trial, and when the channel is closed.
     """
     ignore_group_signals()
+    forget_exit_handlers()
     connection = SupervisorConnection(channel)
     attempts = _Attempts(connection, whole_process=True)
     if (start := _next_start(connection)) is None:

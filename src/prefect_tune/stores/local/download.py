@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
 from prefect_tune.core.checkpoints.manifest import ChunkRef, FileRef, Manifest
 from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
@@ -44,8 +45,10 @@ def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
     """Return the manifest with `metadata` as its last file, in place of one that was committed; no blob holds it."""
     if metadata is None:
         return manifest
-    chunk = ChunkRef(blob=0, offset=0, length=len(metadata), digest=digest_of(metadata))
-    last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=(chunk,))
+    starts = range(0, len(metadata), CHUNK_BYTES)
+    cuts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
+    chunks = tuple(ChunkRef(blob=0, offset=start, length=len(cut), digest=digest_of(cut)) for start, cut in cuts)
+    last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=chunks)
     return manifest.model_copy(
         update={"files": (*(each for each in manifest.files if each.path != METADATA_FILE), last)}
     )
