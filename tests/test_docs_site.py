@@ -65,7 +65,7 @@ def test_every_command_is_shown_with_every_option(site: Path) -> None:
 
 
 def test_the_front_page_has_the_code_of_the_readme(site: Path) -> None:
-    assert "pt.tune(Net, {" in text_of(site / "index.html")
+    assert "class Net(pt.Trainable):" in text_of(site / "index.html")
 
 
 def test_the_drawing_takes_the_colours_of_the_theme(site: Path) -> None:
