@@ -20,9 +20,12 @@ import pytest
 
 from tests.fakes.pages import PAGES, ROOT, blocks_of
 
+pytestmark = pytest.mark.timeout(900)  # so that it begins early: the checkers take a minute of CPU time
 Problems: TypeAlias = Mapping[str, Mapping[int, str]]
 """Messages by the name of the script and the line."""
 
+PYTHON = Path(".environment", "bin", "python")
+"""Of the environment beside the scripts, in which the package is installed as its users have it."""
 NOT_CHECKED = {
     "automations.md": "Prefect's notification block asks for fields that have defaults",
     "integrations.md": "pieces of the scripts in examples/, which are checked",
@@ -229,14 +232,14 @@ def wrong_script(mistake: str) -> str:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all scripts, beside an environment in which the package is installed as its users have it."""
+    """A folder with all scripts, and `PYTHON`."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, code in RIGHT.items():
         uses_untyped = any(f"import {each}" in code or f"from {each}" in code for each in UNTYPED)
         (folder / file_of(name)).write_text(f"{THEIRS if uses_untyped else ''}\n{code}\n")
     for name, mistake in WRONG.items():
         (folder / file_of(name)).write_text(wrong_script(mistake))
-    place_environment(folder / ".environment")
+    place_environment(folder / PYTHON.parts[0])
     return folder
 
 
@@ -264,21 +267,11 @@ def lines_of(found: str) -> list[int]:
 def mypy(scripts: Path) -> Problems:
     """What `mypy --strict` reports."""
     (scripts / "mypy.ini").write_text(
-        "".join(f"[mypy-{each}.*]\nignore_missing_imports = True\n" for each in UNTYPED)
-        + "[mypy]\nstrict = True\ndisallow_subclassing_any = False\n"
+        f"[mypy]\nstrict = True\ndisallow_subclassing_any = False\npython_executable = {scripts / PYTHON}\n"
+        + "".join(f"[mypy-{each}.*]\nignore_missing_imports = True\n" for each in UNTYPED)
     )
-    python = scripts / ".environment" / "bin" / "python"
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--python-executable",
-        str(python),
-        "--config-file",
-        "mypy.ini",
-        "--output=json",
-    ]
-    done = subprocess.run([*command, "."], cwd=scripts, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "mypy", "--output=json", "."]
+    done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for each in map(json.loads, done.stdout.splitlines()):
@@ -291,8 +284,7 @@ def mypy(scripts: Path) -> Problems:
 def pyright(scripts: Path) -> Problems:
     """What pyright reports in strict mode."""
     (scripts / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "exclude": [".environment"]}))
-    python = scripts / ".environment" / "bin" / "python"
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", python, "--outputjson"]
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", str(scripts / PYTHON), "--outputjson"]
     done = subprocess.run(command, cwd=scripts, capture_output=True, text=True, check=False)
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for each in json.loads(done.stdout)["generalDiagnostics"]:

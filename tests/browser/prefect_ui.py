@@ -164,7 +164,7 @@ class RunPage:
                 break
             self.page.reload()  # it does not look again by itself
         listed.click()
-        self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
+        self.page.wait_for_url("**/artifacts/artifact/*")
         return self.page.locator("main")
 
     def confirm(self, dialog: Locator, name: str) -> None:

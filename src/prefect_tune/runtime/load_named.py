@@ -121,10 +121,9 @@ def _defined_by_script(trainable: object) -> dict[str, object]:
     functions = [each for each in parts if isinstance(each, FunctionType) and each.__module__ == "__main__"]
     scripts = [each.__globals__ for each in functions if each.__globals__.get("__name__") == "__main__"]
     found = dict(scripts[0]) if scripts else {}  # one dictionary for all functions of a pickle
-    own: list[type | FunctionType] = [*kind.__mro__, *functions]
-    return found | {
-        each.__name__: each for each in own if each.__module__ == "__main__" and each.__qualname__ == each.__name__
-    }
+    named: tuple[type | FunctionType, ...] = (*kind.__mro__, *functions)
+    own = [each for each in named if each.__module__ == "__main__" and each.__qualname__ == each.__name__]
+    return found | {each.__name__: each for each in own}
 
 
 _SPAWNED = "PREFECT_TUNE_TRAINABLE"

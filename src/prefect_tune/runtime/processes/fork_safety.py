@@ -97,7 +97,7 @@ def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
     of_fork = _done_by_a_fork()  # first: libraries with fork handlers, such as OpenBLAS, end their threads here then
     if of_import := _done_since(before.handlers, held):
-        return f"its import {of_import}"
+        return f"its import {of_import}" + (f"; a fork of it {of_fork}" if of_fork else "")
     if of_fork:
         return f"a fork of it {of_fork}"
     if made := sorted(each.name for each in temporary.iterdir() if not each.name.startswith(_SHARED_CACHES)):

@@ -177,7 +177,8 @@ class _Attempts:
             _Declined: the trainable refused this trial; nothing was sent.
         """
         self._session = None
-        self._connection.send(StartReceived())
+        with suppress(OSError):  # the supervisor is gone, which the next message shows
+            self._connection.send(StartReceived())
         try:
             ended: TrialEnded | Broke = self._run(start)
         except _Declined:

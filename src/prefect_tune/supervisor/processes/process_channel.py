@@ -81,7 +81,7 @@ class TrialChannel:
             ) from None
         if isinstance(message, StartReceived):
             self.has_begun = True
-            return None
+            return TrialChannel.receive(self, patience)
         return message
 
     def end(self) -> str:
