@@ -106,10 +106,8 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     (report,) = artifacts("report-reported")
     said = str(report.data)
     assert report.flow_run_id is not None
-    assert (
-        f"**Best error: {format_cell(results.best.metrics['error'])} (trial {results.best.trial}) · 4 of 4 trials done"
-        in said
-    )
+    best = f"{format_cell(results.best.metrics['error'])} (trial {results.best.trial})"
+    assert f"**Best error by last report: {best} · 4 of 4 trials done" in said
     assert said.count("](data:image/svg+xml;base64,") >= 3
     assert said.count("/runs/task-run/") >= 4
     (progress,) = artifacts("progress-reported")

@@ -49,7 +49,8 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         by_keyword = {name: each.replace(kind=Parameter.KEYWORD_ONLY) for name, each in known.items()}
         others = [each for name, each in by_keyword.items() if name not in first]
         group = _group(others, parameter_docstrings(getdoc(flow.fn)))
-        entry = _entry(flow, Signature([*by_keyword.values(), group]), module)
+        # Before 3.9, Prefect passes a default that is a `Field` as the argument itself.
+        entry = _entry(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(entry, name=flow.name, version=flow.version, persist_result=flow.persist_result)
         self.flat = flow
         self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
