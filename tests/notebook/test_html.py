@@ -60,7 +60,7 @@ def every_html(tmp_path: Path) -> dict[str, str]:
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
     results = results_html(search.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points)
-    result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0)
+    result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, wasted_at_least=False)
     return {
         "running": progress_html(state(), Ending.RUNNING, ""),
         "failed": progress_html(state(ended_because=EVIL), Ending.FAILED, EVIL),
