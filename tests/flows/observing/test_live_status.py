@@ -127,7 +127,7 @@ def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as
     (tmp_path / "go").touch()
     start().wait()
     assert _wasted(local_target) == [(2, True)] * 2
-    assert "at least 4 steps repeated" in looked("report", local_target.path, "e")
+    assert "at least 4 steps trained again" in looked("report", local_target.path, "e")
     shown_trial = looked("show", local_target.path, "e", "--trial", "00000")
     assert re.search(r"wasted_steps +at least 2\b", shown_trial)
     assert "wasted_at_least" not in shown_trial
