@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.cli.shared.option_parsing import space_from
 from prefect_tune.cli.shared.search_options import parameters_from
+from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
@@ -111,7 +111,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
 def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[str]) -> None:
     kept = parameters_from({"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode})["retention"]
     assert kept == pt.Retention(best=2, metric="loss", mode="max" if mode[:1] == ["max"] else "min")
-    with pytest.raises(WrongUsage, match=r"--keep-best: .* --metric NAME"):
+    with pytest.raises(InvalidInput, match=r"--keep-best: .* --metric NAME"):
         parameters_from({"keep_best": 2, "metric": []})
     assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
 

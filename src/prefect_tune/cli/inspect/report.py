@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, WrongUsage, command
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.open_target import existing_place, opened, viewed
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
@@ -70,7 +70,7 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     if ending not in forms:
         hint = "; for JSON use --json" if ending == ".json" else ""
         endings = " or ".join(filter(None, forms))
-        raise WrongUsage(f"--output {output}: expected a file that ends in {endings}{hint}")
+        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
     return forms[ending]
 
 

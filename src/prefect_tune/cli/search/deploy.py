@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.shared.app import AsJson, WrongUsage, asks, command
+from prefect_tune.cli.shared.app import AsJson, asks, command
 from prefect_tune.cli.shared.option_parsing import object_from, values_from
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.deploy.deployment_specs import (
     DeploymentSchedule,
     DeploymentSpec,
@@ -86,9 +86,9 @@ def deploy(
     from prefect_tune.deploy.apply_deployments import Pool, deploy
 
     if not work_pool:
-        raise WrongUsage("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
+        raise InvalidInput("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
     if notify is not None and not automations:
-        raise WrongUsage(f"--notify {notify}: alerts are automations; leave out --no-automations")
+        raise InvalidInput(f"--notify {notify}: alerts are automations; leave out --no-automations")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
     asked = {**_given(params), **(values_from(param or (), "--param") or {})}
     schedules = _schedules(cron or (), every_seconds, time_zone)
@@ -116,13 +116,13 @@ def _given(params: str | None) -> Mapping[str, Any]:
         try:
             text = Path(params[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise WrongUsage(f"--params {params}: {error}") from error
+            raise InvalidInput(f"--params {params}: {error}") from error
     return object_from(text, "--params")
 
 
 def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
     if every_seconds is not None and not 0 < every_seconds <= timedelta.max.total_seconds():
-        raise WrongUsage(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
+        raise InvalidInput(f"--every-seconds: expected more than 0, and a finite time, found {every_seconds:g}")
     found = [DeploymentSchedule(when, time_zone) for when in cron]
     if every_seconds is not None:
         found.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
@@ -131,7 +131,7 @@ def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str)
 
 def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
     if asked or schedules:
-        raise WrongUsage("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
+        raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
 
 
 def _of_one(
@@ -142,7 +142,7 @@ def _of_one(
     collision: _Collision,
 ) -> DeploymentSpec:
     if len(flows) != 1:
-        raise WrongUsage(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
+        raise InvalidInput(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, WrongUsage, command
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.open_target import existing_place, opened
 from prefect_tune.cli.shared.option_parsing import space_from
 from prefect_tune.cli.shared.search_in_process import checked, resume_command, search_in_this_process
@@ -37,7 +37,9 @@ def _possible(experiment: str, parameters: Mapping[str, Any]) -> Mapping[str, An
     from prefect_tune.parameters.search_plan import require_stored
 
     if "at" in parameters and "fork" not in parameters:
-        raise WrongUsage("--at: a resume starts at the last entry; to start at another one, name the fork: --fork NAME")
+        raise InvalidInput(
+            "--at: a resume starts at the last entry; to start at another one, name the fork: --fork NAME"
+        )
     checked({"experiment": experiment, **parameters})
     with opened(parameters["target"], experiment) as (_, state):
         require_search(state, existing_place(parameters["target"]).uri)

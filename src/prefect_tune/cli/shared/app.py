@@ -95,10 +95,6 @@ def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) 
     return found
 
 
-class WrongUsage(InvalidInput):
-    """An argument or an option is not valid; raised before anything is started, read or written."""
-
-
 def run_app() -> None:
     """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback.
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.core.did_you_mean import did_you_mean
+from prefect_tune.core.errors import InvalidInput
 
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -25,19 +25,19 @@ def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Return the space as JSON: the file's, with each `name=value` set in it; `model.depth=3` sets it in `model`.
 
     Raises:
-        WrongUsage: the file cannot be read, or a setting is not valid.
+        InvalidInput: the file cannot be read, or a setting is not valid.
     """
     space = _read(file) if file else {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         *above, last = name.split(".")
         if not (equals and last and all(above)):
-            raise WrongUsage(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
+            raise InvalidInput(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
         within = space
         for each in above:
             within = within.setdefault(each, {})
             if not isinstance(within, dict):
-                raise WrongUsage(f"--set {setting!r}: expected {each!r} to be an object, found a value")
+                raise InvalidInput(f"--set {setting!r}: expected {each!r} to be an object, found a value")
         within[last] = _value(text, setting)
     return space
 
@@ -46,30 +46,30 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongUsage(f"--space {file}: {error}") from error
+        raise InvalidInput(f"--space {file}: {error}") from error
     found = _yaml(text, file) if file.suffix in {".yaml", ".yml"} else _json(text, f"--space {file}")
     if isinstance(found, dict):
         return found
-    raise WrongUsage(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
+    raise InvalidInput(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
 
 
 def object_from(text: str, where: str) -> dict[str, Any]:
     """Parse `text` as a JSON object.
 
     Raises:
-        WrongUsage: it is not a JSON object.
+        InvalidInput: it is not a JSON object.
     """
     found = _json(text, where)
     if isinstance(found, dict):
         return found
-    raise WrongUsage(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
+    raise InvalidInput(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WrongUsage(f"{where}: not valid JSON: {error}") from error
+        raise InvalidInput(f"{where}: not valid JSON: {error}") from error
 
 
 def _yaml(text: str, file: Path) -> Any:
@@ -81,19 +81,19 @@ def _yaml(text: str, file: Path) -> Any:
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
-        raise WrongUsage(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise InvalidInput(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _value(text: str, setting: str) -> Any:
     call = _CALL.fullmatch(text.strip())
     if call is None:
         if torn := _TORN.match(text):
-            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) in round brackets; {_QUOTED}")
+            raise InvalidInput(f"--set {setting!r}: expected {torn[1]}(...) in round brackets; {_QUOTED}")
         return _plain(text)
     name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
         meant = did_you_mean(name, _DOMAINS) or ";"
-        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{meant} {_QUOTED}")
+        raise InvalidInput(f"--set {setting!r}: unknown distribution {name!r}{meant} {_QUOTED}")
     is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 
@@ -104,7 +104,7 @@ def _arguments(text: str, setting: str) -> list[Any]:
     except ValueError as error:  # choice(adam,sgd)
         if _NOT_PLAIN.search(text):
             expected = 'JSON, such as choice("adam","sgd") or choice([1,2],[3]), or words alone: choice(adam,sgd)'
-            raise WrongUsage(f"--set {setting!r}: in the brackets expected {expected}") from error
+            raise InvalidInput(f"--set {setting!r}: in the brackets expected {expected}") from error
         return [_plain(each.strip()) for each in text.split(",")]
 
 
@@ -119,7 +119,7 @@ def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
     """Parse stop criteria: `step=100` (of several, the first one reached stops), `package.module:Name`, or JSON.
 
     Raises:
-        WrongUsage: a criterion is none of these.
+        InvalidInput: a criterion is none of these.
     """
     match criteria:
         case [text] if text.lstrip().startswith("{"):
@@ -134,12 +134,12 @@ def numbers_from(settings: Sequence[str], option: str, expected: str = "name=num
     """Parse `name=number` settings into one dict; None if there are none.
 
     Raises:
-        WrongUsage: a setting is not of this form.
+        InvalidInput: a setting is not of this form.
     """
     for setting in settings:
         found = _plain(setting.partition("=")[2])
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise WrongUsage(f"{option} {setting!r}: expected {expected}")
+            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
     return values_from(settings, option, expected)
 
 
@@ -147,13 +147,13 @@ def values_from(settings: Sequence[str], option: str, expected: str = "name=valu
     """Parse `name=value` settings into one dict, each value as JSON or else as text; None if there are none.
 
     Raises:
-        WrongUsage: a setting is not of this form.
+        InvalidInput: a setting is not of this form.
     """
     found: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name and equals):
-            raise WrongUsage(f"{option} {setting!r}: expected {expected}")
+            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
         found[name] = _plain(text)
     return found or None
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from prefect_tune.cli.shared.app import WrongUsage
 from prefect_tune.cli.shared.option_parsing import numbers_from, spelling_from, stop_from, values_from
+from prefect_tune.core.errors import InvalidInput
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _Mode = StrEnum("_Mode", ["min", "max"])
@@ -65,7 +65,7 @@ def _seconds(option: str, about: str) -> _Option:
     def read(given: float) -> float:
         if isfinite(given):
             return given
-        raise WrongUsage(f"{option}: expected a finite number of seconds, found {given:g}")
+        raise InvalidInput(f"{option}: expected a finite number of seconds, found {given:g}")
 
     return _Option(metavar="S", kind=float, read=read, about=about)
 
@@ -82,7 +82,7 @@ def _retention(last: int | None, best: int | None, metrics: Sequence[str], modes
     if best is None:
         return Retention(last=last)
     if not metrics:
-        raise WrongUsage("--keep-best: which checkpoints are the best? Name the metric: --metric NAME")
+        raise InvalidInput("--keep-best: which checkpoints are the best? Name the metric: --metric NAME")
     mode = "max" if "max" in modes[:1] else "min"
     return Retention(last=last, best=best, metric=metrics[0], mode=mode)
 
@@ -268,7 +268,7 @@ def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flow's parameters that the options set.
 
     Raises:
-        WrongUsage: an option is invalid.
+        InvalidInput: an option is invalid.
     """
     given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
     last, best = given.pop("keep_last", None), given.pop("keep_best", None)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, WrongUsage, command
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.open_target import existing_place
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import plural, shown_size
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def delete(
     from prefect_tune.maintenance.delete_experiment import contents_of, delete_experiment
 
     if not yes and not sys.stdin.isatty():
-        raise WrongUsage(f"delete {experiment}: there is no terminal to confirm it on: add --yes; nothing was deleted")
+        raise InvalidInput(
+            f"delete {experiment}: there is no terminal to confirm it on: add --yes; nothing was deleted"
+        )
     existing_place(target)
     found = contents_of(experiment, target=target, even_if_running=even_if_running)
     if not yes:
