@@ -38,14 +38,14 @@ def trials_as_arrow(experiment: Experiment) -> pa.Table:
     trials = list(experiment.trials.values())
     config = _spread((flat(each.config, "config/") for each in trials), len(trials), ())
     metrics = _spread((flat(each.metrics) for each in trials), len(trials), {*_FIRST, *_LAST, *config})
-    first, last = (
-        {
+
+    def built(columns: _Columns) -> dict[str, pa.Array]:
+        return {
             name: pa.array([value(experiment.name, each) for each in trials], kind)
-            for name, (kind, value) in some.items()
+            for name, (kind, value) in columns.items()
         }
-        for some in (_FIRST, _LAST)
-    )
-    return pa.table({**first, **config, **metrics, **last})
+
+    return pa.table({**built(_FIRST), **config, **metrics, **built(_LAST)})
 
 
 def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:

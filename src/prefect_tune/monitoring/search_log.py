@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.ranking import Losses, best_label, best_saved, losses_in, smallest_first
+from prefect_tune.core.experiment.ranking import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
@@ -150,7 +150,8 @@ class SearchLog(SearchObserver):
         """Return how a trial's last report compares with those of all trials, by the rule of `ranked`."""
         if self._objective is None or self._losses[trial.trial] is None or not trial.apart:
             return ""
-        best, losses = smallest_first(self._losses.items())[0]
+        compared = ((name, losses) for name, losses in self._losses.items() if losses is not None)
+        best, losses = min(compared, key=lambda pair: pair[1])  # at the end of each of many trials: not sorted
         if best == trial.trial:
             return f" ({best_label(self._objective)} so far)"
         value = losses[0] if self._objective.modes[0] == "min" else -losses[0]

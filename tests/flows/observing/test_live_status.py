@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def test_steps_before_the_first_checkpoint_that_a_kill_cost_are_wasted_as_far_as
 def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is_what_a_kill_costs(
     period: float | None, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    driver = drivers.start(
+    start = partial(
+        drivers.start,
         _PATIENT,
         {"until": str(tmp_path / "go")},
         target=local_target,
@@ -145,6 +147,7 @@ def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is
         stop={"step": 4},
         sync=SyncConfig(live_period_seconds=period),
     )
+    driver = start()
 
     def has_begun() -> bool:
         found = shown(local_target)
@@ -156,13 +159,6 @@ def test_a_single_training_is_seen_as_well_unless_nothing_is_published_and_so_is
         assert "the last journal entry; running trials may be further" in looked("show", local_target.path, "e")
     driver.kill_everything()
     (tmp_path / "go").touch()
-    again = drivers.start(
-        _PATIENT,
-        {"until": str(tmp_path / "go")},
-        target=local_target,
-        experiment="e",
-        stop={"step": 4},
-        sync=SyncConfig(live_period_seconds=period),
-    ).wait()
+    again = start().wait()
     assert (again["step"], again["wasted_steps"]) == (4, 0 if period is None else 2)
     assert _wasted(local_target) == [(again["wasted_steps"], True)]

@@ -151,28 +151,29 @@ def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: 
         assert recorder.answers == ["this task"]
 
 
-def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(
-    pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files for what is not logged; after the first 1,000 lines none is."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    return tmp_path
+
+
+def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(pipe: tuple[int, int], overflow: Path) -> None:
     recorder, output = logged(pipe)
     lines = [f"line {number}" for number in range(20_000)]
     for line in lines:
         os.write(pipe[1], f"{line}\n".encode())
     last = output.stop()
-    (file,) = tmp_path.iterdir()
+    (file,) = overflow.iterdir()
     *begin, notice = recorder.lines
     assert (len(begin), begin + file.read_text().splitlines()) == (1000, lines)
     assert str(file) in notice
     assert last.splitlines() == lines[-20:]
 
 
-def test_after_a_flood_lines_are_logged_again(
-    pipe: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+@pytest.mark.usefixtures("overflow")
+def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, output = logged(pipe)
     os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
     until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")

@@ -30,8 +30,8 @@ def quiet_inner_tasks() -> Iterator[None]:
     An item that one of Prefect's services could not send, such as an event while the server is down, is one line
     without the item, at most once a minute. At the log level DEBUG nothing is left out.
     """
-    logging.getLogger(_SERVICES).addFilter(_without_item)
-    logging.getLogger("prefect.task_runs").addFilter(_says_more)  # adding it again has no effect
+    logging.getLogger(_SERVICES).addFilter(_without_item)  # adding it again has no effect
+    logging.getLogger("prefect.task_runs").addFilter(_says_more)
     token = _is_quiet.set(True)
     try:
         yield
