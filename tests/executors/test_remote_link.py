@@ -20,6 +20,7 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.stores.posix.posix_store import PosixStore
@@ -62,10 +63,10 @@ def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_w
 ) -> None:
     read, refusals = PosixStore.read, [StoreRefused("AccessDenied")] * 5
 
-    def refuses(store: PosixStore, path: str) -> bytes:
+    def refuses(store: PosixStore, path: str, **part: int) -> Buffer:
         if refusals:
             raise refusals.pop()
-        return read(store, path)
+        return read(store, path, **part)
 
     with caplog.at_level(logging.WARNING, logger="prefect_tune"):
         monkeypatch.setattr(PosixStore, "read", refuses)
