@@ -1,6 +1,10 @@
 """The search algorithm, scheduler and stoppers of one experiment, behind one interface.
 
-The same history gives the same proposals and decisions.
+The same history gives the same proposals and decisions, so none of the three has a state that is stored. A resume
+creates them anew and replays the journal to them (`replay`), in the order in which the first run passed the same events
+(`Happening.order`): what they then propose is what the interrupted run would have proposed. For this to hold, they draw
+randomness only from a seed and a purpose (`core.seeded_random`), read no clock, and learn of a trial only what the
+journal holds: a report reaches them when it is journaled as a milestone, never when it arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,24 @@
-"""Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest."""
+"""Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest.
+
+The idea: a checkpoint exists when its manifest exists, and a manifest is created once, under a name that must be free.
+Everything before that creation only prepares. So a process may die, and a request may be repeated or lose its reply, at
+any point, and the answer is one of two: no checkpoint, or the whole one.
+
+    files ─▶ pieces ─▶ groups ─▶ blobs        put, in parallel; named by their content and by this save's sequence
+                                 read back    some reused blobs, each in its turn (`reverification`)
+                                 listed       every blob that was sent, with its full size
+                                 manifest     created only if absent: the commit
+    then, elsewhere              entry        the journal names the checkpoint (`tasks`): only then do readers use it
+
+Why it is safe:
+- A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of
+  the save that sent it (the number of the journal's last entry then), so that a save never relies on a blob that a
+  garbage collection of an earlier state may still delete: see `reusable`.
+- The directory must not change between the first byte read and the manifest: `require_unchanged` looks at the end.
+- A reply that was lost is settled by reading: `publish` recognizes its own manifest by the write id.
+
+Never: a manifest before all its blobs were seen on the target; a second manifest under the same name; a blob replaced.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Retention policy: which checkpoints are kept."""
+"""Retention policy: which checkpoints are kept.
+
+The entry that journals a new checkpoint also names those that it retires, and their bytes are deleted after it. So a
+process that dies between the two leaves garbage, and never a checkpoint without its bytes. Maintenance applies the same
+policy to trials that have ended. The newest checkpoint is always kept, since the next attempt starts from it.
+"""
 
 from __future__ import annotations
 

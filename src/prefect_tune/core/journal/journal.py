@@ -1,4 +1,25 @@
-"""Read and append the numbered entries of a journal; creating each only if absent fences off older owners."""
+"""Read and append the numbered entries of a journal; creating each only if absent fences off older owners.
+
+The idea: an experiment is the fold of the entries 1, 2, 3 … Each entry is one object, created only if its number is
+free, and holds the digest of the entry before it. So the target itself decides which of two writers is first, for any
+number of processes that do not know of each other, without locks, leases or clocks.
+
+    owner 1    1 Opened(1) ─ 2 ─ 3 ─ 4            5 refused: exists, of owner 2 → Superseded, it stops
+    owner 2                       └─▶ 5 Opened(2) ─ 6 ─ 7 …
+    a guest                                          └─▶ 8 (events that external writers may add)
+
+- **Owner.** The last `Opened` names it. `take_over` is an append of `Opened`; there is no other way to become the
+  owner, and none to remain it: an owner learns that it was replaced when its next entry is refused.
+- **Guests** (claims of clones, quarantine and pruning by another process) append through `append_as_guest`, and only
+  events of `ExternalWriterEvent`. The owner finds such an entry in its place, applies it, and appends after it.
+- **Write id.** A refused creation may be one's own, whose reply was lost: an entry with one's own write id is success.
+- **Order.** An entry is durable before its effect: a trial is answered, and bytes are deleted, only after `append`.
+
+Never: an entry replaced or deleted (but with its whole experiment); an entry after one that is gone, since an unmounted
+disk would accept it; an unknown outcome taken for success or for a refusal.
+
+Segments (`segments`) are a cache of this fold. Whatever does not follow from the entries is thrown away.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,15 @@
 """Segments: snapshots of the trials that changed in a range of journal entries, read in place of those entries.
 
 The first line of a segment is JSON that names the range and holds the experiment without its trials; then comes
-one line for each trial that changed. The entries are the truth: a segment that is lost, damaged or of another
-history costs time, and nothing else.
+one line for each trial that changed. The ranges are decimal (`segment_levels`), so that few objects are read:
+
+    entries   1 ……………………………………………………………… 40000 …… 48000 … 48200 … 48260 · 48261 · 48262 · 48263
+    read      [ segment at 40000                 ][ 48000 ][ 48200 ][ 48260 ] and three entries
+
+The entries are the truth: a segment that is lost, damaged or of another history costs time, and nothing else. So it is
+written after its last entry, by any process, late, twice or not at all, and its failures are ignored. What a reader
+must check is the history: a segment counts only if the digest of its last entry is that of the entries around it. A
+deleted experiment whose name is used again may have left segments of other entries behind.
 """
 
 from __future__ import annotations

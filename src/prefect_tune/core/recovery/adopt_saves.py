@@ -1,4 +1,15 @@
-"""Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written."""
+"""Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written.
+
+A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it known. An owner
+that dies between them leaves a whole checkpoint that no entry names. The next owner looks for it before it starts the
+trial again, and journals it as adopted.
+
+A save's sequence is the number of the journal's last entry when it began. So the saves of the last owner are those with
+a sequence from `settled_from` (the entry up to which an earlier owner has looked) to below `opened_at` (the entry by
+which the present owner opened the journal): no save of the present owner, now or later, can be taken for one of them.
+Of these, saves of earlier attempts and manifests of clones are not adopted: their owner had decided against the former,
+and a clone counts only once its own entry is written.
+"""
 
 from __future__ import annotations
 
