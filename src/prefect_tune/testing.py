@@ -1,4 +1,4 @@
-"""Run searches in unit tests without a Prefect server, in less than a second.
+"""Run searches in unit tests without a Prefect server.
 
 The body of a flow of this package runs as ever (journal, checkpoints, trials, schedulers, callbacks), in a flow run
 that no server knows. Each request to Prefect's API fails at once, which the flows treat as an outage; no event is sent.
