@@ -44,8 +44,8 @@ class NamedBlocks:
         if value is None:
             return None
         if (annotation := self.imported()) is None:
-            package = self.package
-            raise ValueError(f"a credentials block needs {package}, which is not installed: pip install {package}")
+            install = f"pip install 'prefect-tune[{self.package.removeprefix('prefect-')}]'"
+            raise ValueError(f"a credentials block needs {self.package}, which is not installed: {install}")
         return TypeAdapter(annotation).validate_python(value)
 
     def __get_pydantic_core_schema__(self, _source: object, _handler: object) -> CoreSchema:

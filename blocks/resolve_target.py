@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
@@ -153,10 +154,15 @@ def _folder(given: str, *, is_read: bool) -> LocalTarget:
 
 def is_in_run_of_deployment() -> bool:
     """Whether this code runs in a run of a deployment, or in a flow or task that such a run called."""
+    # Workers and runners set the variable for the process of a run: a subflow's own run has no deployment.
+    return deployment_of_run() is not None or "PREFECT__FLOW_RUN_ID" in os.environ
+
+
+def deployment_of_run() -> UUID | None:
+    """Return the deployment that this flow run is a run of; None outside a flow run, and in one of no deployment."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
-    # Workers and runners set the variable for the process of a run: a subflow's own run has no deployment.
-    return (run is not None and run.deployment_id is not None) or "PREFECT__FLOW_RUN_ID" in os.environ
+    return run.deployment_id if run is not None else None
 
 
 def _is_target_type(block_type: str, value: str) -> bool:

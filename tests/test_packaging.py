@@ -208,3 +208,35 @@ def test_no_module_has_the_name_of_something_public() -> None:
     folder = Path(pt.__file__).parent
     modules = {each.stem for each in folder.iterdir() if each.suffix == ".py" or each.is_dir()}
     assert not modules & set(pt.__all__)
+
+
+# What an extra's package brings itself, and the names of packages that are not those of their modules.
+_BROUGHT = {"keras": {"numpy"}, "lightning": {"torch"}, "scikit-learn": {"numpy"}}
+_MODULES = {"scikit-learn": "sklearn", "mlflow-skinny": "mlflow"}
+_MISSING = re.compile(r"""missing\(error, "(\w+)"((?:, "\w+")*)\)""")
+_REQUIRED = re.compile(r"""require_package\("(\w+)", "(\w+)\"""")
+
+
+def _brings(extra: str) -> set[str]:
+    """The modules that an extra installs, as far as `pyproject.toml` and `_BROUGHT` say."""
+    found: set[str] = set()
+    for requirement in PYPROJECT["project"]["optional-dependencies"][extra]:
+        name = re.split(r"[\[<>=]", requirement)[0]
+        if name == "prefect-tune":
+            found.update(*(_brings(each) for each in requirement.partition("[")[2].rstrip("]").split(",")))
+        else:
+            found |= {_MODULES.get(name, name), *_BROUGHT.get(name, ())}
+    return found
+
+
+def test_an_error_of_a_missing_package_names_an_extra_that_brings_it() -> None:
+    source = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    asked = [(extra, re.findall(r"\w+", modules) or [extra]) for extra, modules in _MISSING.findall(source)]
+    asked += [(extra, [module]) for module, extra in _REQUIRED.findall(source)]
+    asked += [(name.removeprefix("prefect-"), [name]) for name in re.findall(r'NamedBlocks\("([\w-]+)"', source)]
+    assert len(asked) == 7 + 3 + 3
+    assert {extra: set(modules) - _brings(extra) for extra, modules in asked if set(modules) - _brings(extra)} == {}
+    written = {each for names in re.findall(r"prefect-tune\[([a-z,]+)\]", source) for each in names.split(",")}
+    assert written - PYPROJECT["project"]["optional-dependencies"].keys() == set()
+    # What no extra brings may be named alone.
+    assert set(re.findall(r"pip install ([a-z][\w-]*)", source)) == {"scipy"}

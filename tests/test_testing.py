@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,3 +88,32 @@ def test_the_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) 
     with without_server():
         assert get_current_settings().api.url == "http://without-server.invalid/api"
     assert ({**os.environ}, get_current_settings()) == before
+
+
+FAILING = """
+import prefect_tune as pt
+
+def broken(config):
+    raise ValueError("no data")
+
+def test_a_search_that_fails(tune_folder):
+    pt.tune(broken, {"x": 1}, num_samples=1, target=tune_folder, experiment="one", isolation="thread")  # here
+
+def test_an_option_that_is_none(tune_folder):
+    pt.tune(broken, {"x": 1}, target=tune_folder, experimnt="one")  # and here
+"""
+
+
+@pytest.mark.parametrize("logging_plugin", [(), ("-p", "no:logging")], ids=["pytest's capture", "Prefect's handler"])
+def test_a_failing_test_shows_its_own_line_and_its_log_once(tmp_path: Path, logging_plugin: tuple[str, ...]) -> None:
+    (tmp_path / "conftest.py").write_text("from prefect_tune.testing import tune_folder as tune_folder\n")
+    (tmp_path / "test_fails.py").write_text(FAILING)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *logging_plugin, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 failed" in done.stdout
+    assert "# here\n" in done.stdout
+    assert "# and here\n" in done.stdout
+    assert "did you mean 'experiment'" in done.stdout
+    assert "def _run" not in done.stdout
+    assert "argument_validation.py" not in done.stdout
+    assert done.stdout.count("slots: ") == 1

@@ -1,4 +1,4 @@
-"""Run searches in unit tests without a Prefect server, in less than a second.
+"""Run searches in unit tests without a Prefect server.
 
 The body of a flow of this package runs as ever (journal, checkpoints, trials, schedulers, callbacks), in a flow run
 that no server knows. Each request to Prefect's API fails at once, which the flows treat as an outage; no event is sent.
@@ -22,10 +22,12 @@ from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext, refresh_global_settings_context
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.results import get_result_store
 from prefect.settings import temporary_settings
 from prefect.states import Running
 
+from prefect_tune.core.errors import TuneError
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 
@@ -67,6 +69,15 @@ async def _refuse_async(_client: object, request: httpx.Request, **_options: obj
 
 
 def _run(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
+    """Call the flow, so that the traceback of a failed test has no frames of this package for an error of its user."""
+    __tracebackhide__ = True
+    try:
+        return _run_in_context(flow, *args, **options)
+    except TuneError as error:
+        raise error.with_traceback(None)  # noqa: B904  it is the same error
+
+
+def _run_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
     """Validate the arguments, and call the flow's function in the context of a flow run."""
     arguments = require_valid(flow, args, options)
     with flow.call_context(flow.name), flow.task_runner.duplicate() as runner, get_client(sync_client=True) as client:
@@ -90,7 +101,12 @@ with suppress(ImportError):  # the fixture is for tests; the rest needs no pytes
     import pytest
 
     @pytest.fixture
-    def tune_folder(tmp_path: Path) -> Iterator[str]:
-        """An empty folder as a target, in a test that needs no Prefect server."""
-        with without_server():
+    def tune_folder(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[str]:
+        """An empty folder as a target, in a test that needs no Prefect server.
+
+        Where pytest captures the log, Prefect's handler does not write it to stderr too.
+        """
+        with without_server(), ExitStack() as changes:
+            if pytestconfig.pluginmanager.has_plugin("logging-plugin"):
+                changes.enter_context(patch.object(PrefectConsoleHandler, "emit"))
             yield str(tmp_path / "tune")

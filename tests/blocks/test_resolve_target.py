@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 from pydantic import Field
 
@@ -21,6 +25,7 @@ from prefect_tune.blocks import (
     resolve_target,
     target_reference,
 )
+from prefect_tune.blocks.resolve_target import deployment_of_run, is_in_run_of_deployment
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.blocks.conftest import save
@@ -222,6 +227,19 @@ def test_a_run_of_a_deployment_refuses_a_relative_path(
     assert resolve_target(str(tmp_path)) == LocalTarget(path=str(tmp_path))
     assert resolve_target("~/runs") == LocalTarget(path="~/runs")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("is_subflow_of_one", [False, True])
+@pytest.mark.parametrize("deployment", [None, uuid4()])
+def test_a_subflow_of_a_run_of_a_deployment_has_none_and_runs_in_one(
+    deployment: UUID | None, is_subflow_of_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
+    monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
+    if is_subflow_of_one:
+        monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "2b6b9c0e-5a3c-4b0f-9d5e-1f1f5a1b2c3d")
+    assert deployment_of_run() == deployment
+    assert is_in_run_of_deployment() == (deployment is not None or is_subflow_of_one)
 
 
 def test_a_run_of_a_deployment_may_read_a_relative_folder_that_exists(

@@ -171,5 +171,5 @@ class TestEachTarget:
 
 @pytest.mark.skipif(find_spec("prefect_aws") is not None, reason="prefect-aws is installed")
 def test_a_credentials_block_without_its_package_says_what_to_install() -> None:
-    with pytest.raises(InvalidInput, match="pip install prefect-aws"):
+    with pytest.raises(InvalidInput, match=r"pip install 'prefect-tune\[aws\]'"):
         S3Target(bucket="bucket", credentials={"aws_access_key_id": "id"})

@@ -17,6 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Cloned,
     Committed,
     Decided,
     Event,
@@ -31,10 +32,11 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.progress_state import ProgressTracker
-from prefect_tune.terminal.progress_view import line
+from prefect_tune.terminal.progress_view import head_facts, line
 from prefect_tune.terminal.time_left import SearchEstimate
 
 LOG = logging.getLogger("a flow run")
@@ -165,6 +167,36 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     assert "; best by last report: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
     assert results.best.trial == "00001"
+
+
+def test_a_newest_checkpoint_that_is_as_good_as_any_is_the_only_one_named(caplog: pytest.LogCaptureFixture) -> None:
+    earlier = CheckpointRef(step=1, sequence=2, metrics={"loss": 0.5})
+    *_, last = logged(
+        caplog, started(), Reported(trial=T, report=StepReport(step=1, metrics={"loss": 0.5})),
+        Committed(trial=T, checkpoint=earlier), *TRAINED[1:], Finished(trial=T, reason="step 2 of 2"),
+    )  # fmt: skip
+    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
+
+
+def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    for trial in ("00001", T, "00004"):
+        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, apart=True), started_of(trial))
+    search.log.reported(StepReported(T, AT_2, asks=False), search.state)
+    search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
+    copy = SAVED.model_copy(update={"sequence": 6})
+    source = CheckpointKey(trial=TrialKey(experiment="e", trial=T), step=2, sequence=4)
+    search.goes(Cloned(trial="00001", checkpoint=copy, source=source, config={"lr": 0.6}, reason="behind"))
+    others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
+    search.goes(others, Paused(trial="00004", reason="turn"))
+    assert "loss 0.7 (best by last report: 0.5, trial 00003): turn" in caplog.messages[-1]
+    tracker = ProgressTracker(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
+    assert "best by last report: trial 00003, loss 0.5" in line(tracker.state(1.0))
+    worse = StepReport(step=3, metrics={"loss": 0.9})
+    search.log.reported(StepReported(T, worse, asks=False), search.state)
+    tracker.reported(T, worse, search.state, 2.0)
+    best = head_facts(tracker.state(3.0))["best"]
+    assert best == "by last report: trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 
 
 def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost(

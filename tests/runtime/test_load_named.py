@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.load_named import import_path_of, load_named
 from tests.trainables import moody
 from tests.trainables.moody import Moody, train
@@ -107,3 +108,9 @@ def test_what_a_script_defines_has_none_and_what_it_imports_has_one(tmp_path: Pa
 def test_a_module_that_was_removed_from_the_imported_ones_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, moody.__name__)
     assert import_path_of(Moody) is None
+
+
+@pytest.mark.parametrize("text", ["deadbeef", "train", ""])
+def test_what_is_neither_a_name_nor_a_pickle_is_one_clear_error(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"^stop: its pickle cannot be loaded by Python 3\.\d+\.\d+: "):
+        load_named(text, "stop")

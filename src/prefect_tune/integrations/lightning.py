@@ -9,14 +9,15 @@ from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
-from prefect_tune.integrations.torch import random_state, set_random_state
 from prefect_tune.runtime.ranks import ONE_PROCESS
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
     from lightning.pytorch import Callback
 except ModuleNotFoundError as error:
-    raise missing(error, "lightning") from error
+    raise missing(error, "lightning", "lightning", "torch") from error
+
+from prefect_tune.integrations.torch import random_state, set_random_state
 
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
 

@@ -47,24 +47,25 @@ class SearchLog(SearchObserver):
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
         self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
-        self._losses = {each.trial: self._losses_in(each.metrics) for each in experiment.trials.values()}
-        """Those of the last reports, in the order in which the trials were proposed."""
+        self._last_reports = {each.trial: self._last_report(each) for each in experiment.trials.values()}
+        """In the order in which the trials were proposed."""
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
             match each:
                 case TrialAdded():
-                    self._losses[each.trial] = None
+                    self._last_reports[each.trial] = None
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     trial = experiment.trial(each.trial)
-                    self._losses[each.trial] = self._losses_in(trial.metrics)
+                    self._last_reports[each.trial] = self._last_report(trial)
                     self._log_event(each, trial, experiment.name)
                 case _:
                     pass
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._losses[step.trial] = self._losses_in(step.report.metrics)
+        losses = self._losses_in(step.report.metrics)
+        self._last_reports[step.trial] = None if losses is None else (losses, False)
 
     def lost(self, trial: Trial, why: str) -> None:
         if trial.phase is Phase.RUNNING:
@@ -130,12 +131,16 @@ class SearchLog(SearchObserver):
         if key is None:
             return "; no checkpoint"
         if end not in {Status.PAUSED, Status.PRUNED}:
-            best = best_saved(trial.checkpoints, self._objective) if self._objective else ()
-            also = ""
-            if self._objective and best and best[0].sequence != key.sequence:
-                also = f" (the best one is of step {best[0].step}{_listed(best[0].metrics, self._objective.metrics)})"
-            return f"; checkpoint of step {key.step}{also}: {below(self._uri, key.folder)}"
+            return f"; checkpoint of step {key.step}{self._better(trial)}: {below(self._uri, key.folder)}"
         return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
+
+    def _better(self, trial: Trial) -> str:
+        """Return the best checkpoint in words; empty if the newest one is as good."""
+        best = best_saved(trial.checkpoints, self._objective)[:1] if self._objective else []
+        if not best or self._losses_in(best[0].metrics) == self._losses_in(trial.checkpoints[-1].metrics):
+            return ""
+        metrics = self._objective.metrics if self._objective else ()
+        return f" (the best one is of step {best[0].step}{_listed(best[0].metrics, metrics)})"
 
     def _metrics_of(self, trial: Trial, why: str) -> str:
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_METRICS]
@@ -146,12 +151,17 @@ class SearchLog(SearchObserver):
     def _losses_in(self, metrics: Mapping[str, object]) -> Losses | None:
         return losses_in(metrics, self._objective) if self._objective else None
 
+    def _last_report(self, trial: Trial) -> tuple[Losses, bool] | None:
+        """Return its losses and whether it inherits them; None if it cannot be compared."""
+        losses = self._losses_in(trial.metrics)
+        return None if losses is None else (losses, trial.inherits)
+
     def _compared(self, trial: Trial) -> str:
         """Return how a trial's last report compares with those of all trials, by the rule of `ranked`."""
-        if self._objective is None or self._losses[trial.trial] is None or not trial.apart:
+        if self._objective is None or self._last_reports[trial.trial] is None or not trial.apart:
             return ""
-        compared = ((name, losses) for name, losses in self._losses.items() if losses is not None)
-        best, losses = min(compared, key=lambda pair: pair[1])  # at the end of each of many trials: not sorted
+        compared = ((name, report) for name, report in self._last_reports.items() if report is not None)
+        best, (losses, _) = min(compared, key=lambda pair: pair[1])  # at the end of each of many trials: not sorted
         if best == trial.trial:
             return f" ({best_label(self._objective)} so far)"
         value = losses[0] if self._objective.modes[0] == "min" else -losses[0]

@@ -15,6 +15,7 @@ from prefect.logging import get_run_logger
 from prefect.utilities.callables import parameter_docstrings
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 
@@ -152,12 +153,10 @@ def _is_only_stored(name: str, beside: Mapping[str, Any], stored: Mapping[str, A
 
 def _stored_by_the_deployment() -> Mapping[str, Any]:
     """Return the parameters that the deployment of this flow run stores; none if the server does not say."""
-    context = FlowRunContext.get()
-    deployment_id = context.flow_run.deployment_id if context is not None and context.flow_run is not None else None
-    if deployment_id is None:
+    if (deployment := deployment_of_run()) is None:
         return {}
     with suppress(PrefectException, httpx.HTTPError), get_client(sync_client=True) as client:
-        return client.read_deployment(deployment_id).parameters
+        return client.read_deployment(deployment).parameters
     return {}
 
 

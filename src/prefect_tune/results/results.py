@@ -309,7 +309,8 @@ class Results:
         try:
             import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it; its own error is less plain
         except ImportError as missing:
-            raise InvalidInput("to_pandas needs pandas: pip install pandas; `to_arrow` does not need it") from missing
+            install = "pip install 'prefect-tune[pandas]'"
+            raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` does not need it") from missing
         return self.to_arrow(rows).to_pandas()
 
     @cached_property

@@ -29,13 +29,11 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         parameter: the parameter that names it, for messages.
 
     Raises:
-        InvalidInput: the module cannot be imported or has no such name.
+        InvalidInput: the module cannot be imported or has no such name, or the text cannot be unpickled here.
     """
     module, _, attribute = name.partition(":")
     if not attribute:
-        import cloudpickle
-
-        return cloudpickle.loads(bytes.fromhex(name))
+        return _unpickled(name, parameter)
     process = os.getpid()
     try:
         found: object = importlib.import_module(module)
@@ -51,6 +49,20 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         except AttributeError as error:
             raise InvalidInput(f"{parameter} {name!r}: {_lacks(found, part)}") from error
     return found
+
+
+def _unpickled(text: str, parameter: str) -> object:
+    import cloudpickle
+
+    process = os.getpid()
+    try:
+        return cloudpickle.loads(bytes.fromhex(text))
+    except (Exception, SystemExit) as error:  # it imports modules, which may raise anything
+        if os.getpid() != process:  # as in `load_named`
+            raise
+        is_of_import = isinstance(error, ImportError | AttributeError | SystemExit)
+        why = import_advice(error) if is_of_import else f"{type(error).__name__}: {error}"
+        raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {_PYTHON}: {why}") from error
 
 
 def import_path_of(thing: object) -> str | None:
@@ -125,6 +137,7 @@ def _defined_by_script(trainable: object) -> dict[str, object]:
     return found | {each.__name__: each for each in own}
 
 
+_PYTHON = ".".join(map(str, sys.version_info[:3]))
 _SPAWNED = "PREFECT_TUNE_TRAINABLE"
 _MOST_SPAWNED_CHARACTERS = 64 * 1024 * 1024  # what is larger costs more disk than `spawn` is worth
 
@@ -145,10 +158,17 @@ def offer_to_spawned(trainable: str) -> None:
 
 
 def names_for_spawned() -> dict[str, object]:
-    """Return what the script of the trial that spawned this process defines, for its `__main__`."""
+    """Return what the script of the trial that spawned this process defines, for its `__main__`.
+
+    If that cannot be read, write why to stderr, and return nothing: the process may need none of it.
+    """
+    if not (file := os.environ.get(_SPAWNED)):
+        return {}  # the trainable is in a module
     try:
-        return _defined_by_script(load_named(Path(os.environ[_SPAWNED]).read_text()))
-    except (KeyError, OSError):  # the trainable is in a module
+        trainable = _unpickled(Path(file).read_text(encoding="ascii"), f"{_SPAWNED}={file}")
+        return _defined_by_script(require_trainable(trainable, file))
+    except (InvalidInput, OSError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"prefect-tune: a spawned process lacks what the script of its trial defines: {error}\n")
         return {}
 
 

@@ -122,8 +122,7 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
 
 
 def _of_one(trial: Trial) -> Iterator[str]:
-    redone = f"{'at least ' * trial.wasted_at_least}{trial.wasted_steps}"
-    yield f"step {trial.step}, attempt {trial.attempt}, steps redone: {redone}"
+    yield f"step {trial.step}, attempt {trial.attempt}, steps redone: {trial.wasted_count}"
     steps = [str(each.step) for each in reversed(trial.checkpoints)]
     more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
     yield f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}"

@@ -17,6 +17,7 @@ from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
 from prefect.states import Paused, Suspended
 
+from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.prefect_api.api_errors import is_temporary
 from prefect_tune.prefect_api.flow_runs.run_states import in_order, is_resumed
 from prefect_tune.prefect_api.flow_runs.suspension import set_with_form, suspended_state
@@ -42,14 +43,7 @@ def can_be_suspended() -> bool:
     """Whether this flow run can be suspended: it is of a deployment, whose worker starts it again, and no subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return is_of_deployment() and run is not None and run.parent_task_run_id is None
-
-
-def is_of_deployment() -> bool:
-    """Whether this flow run is of a deployment: Prefect's UI offers *Retry* for no other."""
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    return run is not None and run.deployment_id is not None
+    return deployment_of_run() is not None and run is not None and run.parent_task_run_id is None
 
 
 def leave_with(form: type[RunInput], about: str) -> NoReturn:

@@ -14,6 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
@@ -30,14 +31,7 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
-from prefect_tune.suspension.suspend_flow_run import (
-    Shown,
-    can_be_suspended,
-    is_of_deployment,
-    leave_with,
-    leave_without,
-    pause_with,
-)
+from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.existing_experiment import read_known
 from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
@@ -225,7 +219,7 @@ def resumable(state: Experiment) -> str:
     trials = list(state.trials.values())
     open_ones = [each for each in trials if each.phase not in ENDED]
     saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
-    again = "press Retry, or run it" if is_of_deployment() else "run it"
+    again = "press Retry, or run it" if deployment_of_run() is not None else "run it"  # only such a run has *Retry*
     again = f"{again} again under the same experiment name, to resume"
     if not open_ones:
         return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"

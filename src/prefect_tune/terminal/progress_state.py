@@ -193,12 +193,14 @@ class ProgressTracker:
         objective = outlook.objective
         left = None if experiment.ends else self._left(now, trials, attempts)
         has_paused = outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials)
-        running = [
+        newest = [
             with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
-            for each in trials
             if each.phase is Phase.RUNNING
+            else each
+            for each in trials
         ]
-        others = _best_first([each for each in trials if each.phase is not Phase.RUNNING], objective)
+        best_first = _best_first(newest, objective)
+        others = [each for each in best_first if each.phase is not Phase.RUNNING]
         counts = Counter(each.status for each in trials)
         compared = sum(each.status is Status.COMPLETED for each in others)
         return ProgressState(
@@ -209,9 +211,9 @@ class ProgressTracker:
             left=left,
             may_take_longer=has_paused and left != self._budget_left(now),
             rungs=dict(sorted(rungs.items())),
-            running=running,
+            running=[each for each in newest if each.phase is Phase.RUNNING],
             others=others,
-            best=next(iter(_best_first([*others[:1], *running], objective)), None),
+            best=next(iter(best_first), None),
             notes=notes,
             errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
             share=share_of_search(trials, live, outlook),

@@ -77,7 +77,8 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
         facts["rungs"] = _rungs(state)
     if state.best is not None and state.outlook.objective is not None:
         best = state.best
-        said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}"
+        of_another = ", of the checkpoint that it continues from" if best.inherits else ""
+        said = f"trial {named(best.trial, best.status)}, {_compared(state, best)} at step {best.step}{of_another}"
         facts["best"] = f"{best_label(state.outlook.objective).removeprefix('best ')}: {said}"
         facts[""] = ", ".join(f"{name} {value}" for name, value in config_cells(best))
     return facts

@@ -7,9 +7,11 @@ import pytest
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.ranking import Scope, best_label, front, losses_in, ranked, scored, valid_scope
 from prefect_tune.core.experiment.summary import best_first
-from prefect_tune.core.experiment.trial_transitions import Trial, with_report
+from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Cloned, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective, objective_of
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
@@ -59,6 +61,23 @@ def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed
     assert [each.trial for each in best_first(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert ranked(trials, None) == []
     assert best_first(trials, None) == trials
+
+
+def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_has_made_one_itself() -> None:
+    saved, copy = (CheckpointRef(step=4, sequence=number, metrics={"loss": 1.0}) for number in (7, 9))
+    source = Trial(trial="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
+    where = CheckpointKey(trial=TrialKey(experiment="e", trial="b"), step=4, sequence=7)
+    clone = after(
+        Trial(trial="a", config={"lr": 1}),
+        Cloned(trial="a", checkpoint=copy, source=where, config={"lr": 2}, reason="behind"), 9,
+    )  # fmt: skip
+    started = after(clone, Started(trial="a", attempt=1, from_step=4, from_sequence=9), 10)
+    for each in (clone, started):
+        assert [found.trial for found, _ in ranked([each, source], LOSS)] == ["b", "a"]
+    own = with_report(started, StepReport(step=5, metrics={"loss": 1.0}))
+    assert [found.trial for found, _ in ranked([own, source], LOSS)] == ["a", "b"]
+    worse = source.model_copy(update={"metrics": {"loss": 2.0}, "step": 5})
+    assert [found.trial for found, _ in ranked([clone, worse], LOSS)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])

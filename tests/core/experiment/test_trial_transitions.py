@@ -289,9 +289,16 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
     again = after(trial, ended, 11)
     again = after(again, started.model_copy(update={"attempt": 3}), 12)
     assert (again.wasted_steps, again.wasted_at_least) == (wasted, at_least)  # counted once
-    words = f"{'at least ' * at_least}{wasted} steps"
+    number = f"{'at least ' * at_least}{wasted}"
+    assert trial.wasted_count == number
+    words = f"{number} steps"
     assert trial.trained_again == words
     assert f", {words} trained again" in trial._repr_html_()
+
+
+@pytest.mark.parametrize(("at_least", "words"), [(True, "none known"), (False, "0")])
+def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> None:
+    assert of(RUNNING).model_copy(update={"wasted_at_least": at_least}).wasted_count == words
 
 
 def test_giving_up_and_finishing_say_why() -> None:

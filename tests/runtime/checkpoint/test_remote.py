@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -105,6 +106,28 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
             assert files_in(directory) == FILES
             assert user.go_on() == 0
         assert not Path(directory).exists()
+    assert copies(temporary_files) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
+    has_links: bool, sink: S3Sink, uri: str, temporary_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    with pt.Checkpoint(uri).as_directory() as first:
+        pt.Checkpoint(uri).update_metadata({"note": 1})
+        with pt.Checkpoint(uri).as_directory() as second:
+            pt.Checkpoint(uri).update_metadata({"note": 2})
+            with pt.Checkpoint(uri).as_directory() as third, pt.Checkpoint(uri).as_directory() as same:
+                assert third == same
+                assert files_in(first) == FILES
+                assert files_in(second) == {**FILES, ".metadata.json": b'{"note": 1}'}
+                assert files_in(third) == {**FILES, ".metadata.json": b'{"note": 2}'}
+    assert served(sink) == SIZE
     assert copies(temporary_files) == []
 
 

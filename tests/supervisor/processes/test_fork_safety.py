@@ -402,15 +402,19 @@ def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: 
     assert [each["there"] for each in trains(3, "fork")] == [True] * 3
 
 
+@pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
-    trains: Trains, module: Module
+    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
 ) -> None:
     module.write("""
         import atexit, multiprocessing, time
         def measured(config):
-            multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
-            if config["x"] == 1:
+            if config["x"] < 2:
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+            if config["x"] in (1, 2):  # the last process is kept, and ends with the pool
                 atexit.register(time.sleep, 600)
             return {"x": config["x"]}
     """)
-    assert [each["x"] for each in trains(3, "fork")] == [0, 1, 2]
+    assert [each["x"] for each in trains(3, reuse)] == [0, 1, 2]
+    cut = [each for each in recorder.lines if "had not exited 5 s after its end, and was killed: handlers" in each]
+    assert len(cut) == 2

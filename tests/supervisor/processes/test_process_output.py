@@ -165,11 +165,30 @@ def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(pipe: tuple[i
     for line in lines:
         os.write(pipe[1], f"{line}\n".encode())
     last = output.stop()
-    (file,) = overflow.iterdir()
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
     *begin, notice = recorder.lines
     assert (len(begin), begin + file.read_text().splitlines()) == (1000, lines)
-    assert str(file) in notice
+    assert f"in {file}, up to 256 MiB of it" in notice
     assert last.splitlines() == lines[-20:]
+
+
+def test_a_flood_after_its_file_was_removed_is_in_a_new_one(
+    pipe: tuple[int, int], overflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, output = logged(pipe)
+    os.write(pipe[1], b"first\n" * 1001)
+    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
+    file.unlink()
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
+    os.write(pipe[1], b"a step\n")
+    until(lambda: recorder.lines[-1] == "a step", what=lambda: "the end of the flood")
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    os.write(pipe[1], b"again\n" * 1000)
+    output.stop()
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
+    assert set(file.read_text().splitlines()) == {"again"}
+    assert str(file) in recorder.lines[-1]
 
 
 @pytest.mark.usefixtures("overflow")

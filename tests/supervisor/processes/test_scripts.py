@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.messages.process_messages import Broke
-from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of, supervised_process
+from prefect_tune.runtime.load_named import pickled
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, supervised_process
 
 SCRIPT = """
 import json, logging, multiprocessing, pathlib, pickle, sys
@@ -82,6 +87,44 @@ def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reus
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     pools = [{"fork": 14}, {"spawn": 14}, {"forkserver": 14}]
     assert found == [[part, *rest] for x in (1, 2) for part, *rest in (["", *pools, {"x": x}], ["", {"x": x}])]
+
+
+def _spawns(config: dict[str, str]) -> dict[str, int | None]:
+    """Train with what an earlier trial, another Python or a full disk may have left."""
+    os.environ["PREFECT_TUNE_TRAINABLE"] = config["file"]
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return {"code": process.exitcode}
+
+
+class _FromElsewhere:
+    def __reduce__(self) -> tuple[object, ...]:
+        return importlib.import_module, ("not_installed_here",)
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        (None, "No such file"),
+        ("no pickle", "its pickle cannot be loaded by Python 3.*ValueError: non-hexadecimal"),
+        (pickled(_spawns)[:100], "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated"),
+        (pickled(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make it importable"),
+        (pickled("a text"), "expected a function of the configuration, .* found str"),
+        ("é", "'ascii' codec can't decode"),
+    ],
+    ids=["gone", "a text", "cut", "of a module that is not here", "of something else", "not even ASCII"],
+)
+def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_goes_on(
+    tmp_path: Path, left: str | None, why: str
+) -> None:
+    file, recorder = tmp_path / "left.trainable", LogRecorder()
+    if left is not None:
+        file.write_text(left)
+    with supervised_process(start_of(_spawns, tmp_path, {"file": str(file)}, steps=1), log_to(recorder)) as channel:
+        assert metrics_of(channel) == {"code": 0}
+    (line,) = recorder.lines
+    assert re.match(f"prefect-tune: a spawned process lacks what the script of its trial defines: .*{why}", line)
 
 
 def _unpickles(_config: object) -> None:

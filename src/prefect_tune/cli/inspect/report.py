@@ -40,7 +40,7 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help="A .html or .md file. Default: Markdown to stdout.",
+            help="A .html or .md file, with the pictures. Default: Markdown without them, to stdout.",
             show_default=False,
         ),
     ] = None,
@@ -51,8 +51,8 @@ def report(
     An .html file is self-contained, and light or dark as the reader's browser prefers.
     """
     form = _form_of(output, as_json=as_json)
-    has_pictures = output is not None or not sys.stdout.isatty()  # a terminal shows none
     found = _material(target, experiment)
+    has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal, a pipe or a log
     written = _written(*found, as_json=as_json, as_html=form == "HTML", has_pictures=has_pictures)
     if output is None:
         print(written, end="")

@@ -97,8 +97,8 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
     if trial is not None and _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
-    if trial is not None and trial.wasted_at_least:
-        shown["wasted_steps"] = f"at least {trial.wasted_steps}"
+    if trial is not None:
+        shown["wasted_steps"] = trial.wasted_count
     left = {name: value for name, value in facts.items() if value not in (None, "") and name != "wasted_at_least"}
     return {name: shown.get(name, value) for name, value in left.items()}
 

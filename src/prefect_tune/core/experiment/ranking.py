@@ -85,11 +85,13 @@ def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | N
 def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
     """Return the trials that can be compared by their last reports, best first; of equals, the one proposed first.
 
-    `trials` are in the order in which they were proposed. Without an objective the result is empty.
+    But a trial that inherits its last report comes after equal ones that made theirs. `trials` are in the order in
+    which they were proposed. Without an objective the result is empty.
     """
     if objective is None:
         return []
-    return smallest_first((each, losses_in(each.metrics, objective)) for each in trials)
+    in_order = sorted(trials, key=lambda each: each.inherits)
+    return smallest_first((each, losses_in(each.metrics, objective)) for each in in_order)
 
 
 def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_Key, Losses]]:

@@ -97,6 +97,8 @@ class Trial(Value):
     """How many checkpoints were quarantined since the last commit because the trainable died from them."""
     started_from: int | None = None
     """The sequence that the last attempt restored; None for a start from nothing."""
+    cloned: int | None = None
+    """The sequence of the clone that it last continued from: of another trial's checkpoint."""
     wasted_steps: int = 0
     """Steps that are known to have been trained again."""
     wasted_at_least: bool = False
@@ -131,9 +133,22 @@ class Trial(Value):
         return status_of(self)
 
     @property
+    def inherits(self) -> bool:
+        """Whether its last report is that of the trial whose checkpoint it continues from: it has made none since."""
+        newest = self.checkpoints[-1] if self.checkpoints else None
+        return newest is not None and (newest.sequence, newest.step) == (self.cloned, self.step)
+
+    @property
     def trained_again(self) -> str:
         """Its wasted steps in words; empty if none is known."""
         return wasted_words(self.wasted_steps, at_least=self.wasted_at_least)
+
+    @property
+    def wasted_count(self) -> str:
+        """The number of its wasted steps: `3`, `at least 3`, or `none known`."""
+        if self.wasted_at_least and not self.wasted_steps:
+            return "none known"
+        return f"{'at least ' * self.wasted_at_least}{self.wasted_steps}"
 
     @property
     def measured_seconds(self) -> float | None:

@@ -274,6 +274,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     return trial.model_copy(
         update={
             "checkpoints": (*trial.checkpoints, copy),
+            "cloned": copy.sequence,
             "step": copy.step,
             "metrics": copy.metrics,
             "trained_seconds": copy.trained_seconds,
@@ -292,6 +293,7 @@ def _rebased(trial: Trial, event: Rebased) -> Trial:
     return trial.model_copy(
         update={
             "checkpoints": event.checkpoints,
+            "cloned": None,
             "absorbed": event.absorbed,
             "quarantined": (),
             "aside": (),

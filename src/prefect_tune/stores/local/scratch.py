@@ -1,13 +1,19 @@
-"""Temporary directories that end with their process; those of killed processes are removed by later ones."""
+"""Temporary directories that end with their process; those of killed processes are removed by later ones.
+
+So are files of output, which are left for their reader, once they are a day old.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import os
 import shutil
 import socket
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +26,8 @@ from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.user_temp_folder import user_folder
 
 _LOCK = ".alive"
+_OUTPUT = "output-"
+_OUTPUT_STAYS = timedelta(days=1)
 
 
 class ScratchDirectory:
@@ -141,11 +149,26 @@ def _have_a_home_of_ones_own() -> None:
 os.register_at_fork(after_in_child=_have_a_home_of_ones_own)
 
 
+def new_output_file() -> io.FileIO:
+    """Open a new file for output in the user's folder; the caller closes it.
+
+    It is left for its reader. A later process removes it when nothing was written to it for a day.
+
+    Raises:
+        StoreRefused: as `user_folder`.
+        OSError: there is no space.
+    """
+    number, name = tempfile.mkstemp(prefix=f"{_OUTPUT}{_this_machine()}-", suffix=".log", dir=user_folder())
+    os.close(number)
+    return io.FileIO(name, "ab")
+
+
 @contextmanager
 def _locked_directory() -> Iterator[Path]:
     """Yield a new locked directory and remove it at the end; first remove those of killed processes."""
     shared = user_folder()
     _clear_away_the_dead(shared)
+    _clear_away_old_output(shared)
     directory, alive = _made(shared)
     try:
         yield directory
@@ -177,3 +200,11 @@ def _clear_away_the_dead(shared: Path) -> None:
             if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
                 lock.release()
+
+
+def _clear_away_old_output(shared: Path) -> None:
+    """Remove files of output of this machine that nothing was written to for a day."""
+    for file in shared.glob(f"{_OUTPUT}{_this_machine()}-*.log"):
+        with suppress(FileNotFoundError):  # another process removed it first
+            if time.time() - file.lstat().st_mtime > _OUTPUT_STAYS.total_seconds():
+                file.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -223,12 +224,15 @@ class TargetPlace:
 
     @contextmanager
     def lent(self, token: str, deadline: Deadline) -> Iterator[str]:
-        with ExitStack() as copy:
+        with ExitStack() as copies:
             with self._opened(deadline) as (store, manifest):
                 metadata = self._metadata_of_copy(store, manifest)
-                key = f"{self._named(token, manifest)}{'' if metadata is None else f'-{_short(metadata)}'}"
-                fetch = partial(self._fetch, store, manifest, metadata)
-                path = copy.enter_context(_copies().reading(key, fetch, deadline))
+                key = self._named(token, manifest)
+                fetch = partial(self._fetch, store, manifest, None)
+                path = copies.enter_context(_copies().reading(key, fetch, deadline))
+            if metadata is not None:  # the bytes are shared by readers of other metadata, and downloaded once
+                link = partial(_link_with_metadata, path, metadata)
+                path = copies.enter_context(_copies().reading(f"{key}-{_short(metadata)}", link, deadline))
             yield str(path)
 
     def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
@@ -331,6 +335,23 @@ class TargetPlace:
         path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
         data = read_file(store, path)
         return {} if data is None else read_metadata(data, path)
+
+
+def _link_with_metadata(files: Path, metadata: bytes, destination: Path) -> None:
+    """Make `destination` a directory with the same files, and this `METADATA_FILE`."""
+    from prefect_tune.stores.local.download import METADATA_FILE
+
+    shutil.copytree(files, destination, copy_function=_link_or_copy)
+    file = destination / METADATA_FILE
+    file.unlink(missing_ok=True)
+    file.write_bytes(metadata)
+
+
+def _link_or_copy(file: str, destination: str) -> None:
+    try:
+        os.link(file, destination)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(file, destination)
 
 
 def _copies() -> NodeCopies:

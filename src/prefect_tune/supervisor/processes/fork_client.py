@@ -246,6 +246,8 @@ class ForkedProcess:
         """Descriptor of the pipe that carries its stdout and stderr."""
         self._ends = ends
         self._subreaper = subreaper
+        self.was_cut = False
+        """Whether `end` killed it, since it did not exit by itself in time."""
         self._temporary_count = 0
         self._code: int | None = None
         self._closed = False
@@ -292,6 +294,7 @@ class ForkedProcess:
         """
         code = self._ended_within(patience)
         if code is None:
+            self.was_cut = True
             with suppress(OSError):  # the process has just ended
                 self._ends.status.shutdown(socket.SHUT_WR)
             code = self._ended_within(_GOODBYE)

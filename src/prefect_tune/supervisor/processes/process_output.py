@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import struct
-import tempfile
 import termios
 import threading
 import time
@@ -18,8 +17,10 @@ from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, TypeAlias, cast
+
+from prefect_tune.core.errors import StoreRefused
+from prefect_tune.stores.local.scratch import new_output_file
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
@@ -28,7 +29,7 @@ _FIRST_NOTE = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
 _BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # what is logged: at once, and for long
-_OVERFLOW_BYTES = 256 * 1024**2
+_OVERFLOW_MIB = 256
 _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
 
 
@@ -63,7 +64,7 @@ class TrialOutput:
 
     Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
     more memory than that. Prefect's log takes about a millisecond for each line, while the process waits: of a flood,
-    1,000 lines are logged, and the rest is written to a file, which is left for its reader.
+    1,000 lines are logged, and the rest is written to a file (`new_output_file`), up to 256 MiB for each `TrialOutput`.
     """
 
     def __init__(self, log: Log) -> None:
@@ -104,6 +105,9 @@ class TrialOutput:
             self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
         if self._begun:
             self._end_line()
+        self._close_overflow()
+
+    def _close_overflow(self) -> None:
         if self._overflow is not None:
             self._overflow.close()
             self._overflow = None
@@ -147,18 +151,18 @@ class TrialOutput:
             self._room -= 1 + len(line) // _LINE_CHARACTERS
             self._log.info("%s", line)
             return
+        if self._overflow is not None and not os.fstat(self._overflow.fileno()).st_nlink:  # it was removed meanwhile
+            self._close_overflow()
         self._write(line)
-        where = "left out" if self._overflow is None else f"in {self._overflow.name}"
+        where = "left out" if self._overflow is None else f"in {self._overflow.name}, up to {_OVERFLOW_MIB} MiB of it"
         self._log.warning("more output than the log can take; until there is less of it, it is %s", where)
 
     def _write(self, line: str) -> None:
         """Write to the file for what is not logged: at most 256 MiB, so that no disk fills."""
-        with suppress(OSError):  # no space: the process must not wait for that
+        with suppress(OSError, StoreRefused):  # no space, or no folder: the process must not wait for that
             if self._overflow is None:
-                number, name = tempfile.mkstemp(prefix="prefect-tune-output-", suffix=".log")
-                os.close(number)
-                self._overflow = Path(name).open("ab", buffering=0)  # noqa: SIM115 - closed by the thread that writes
-            if self._overflow.tell() < _OVERFLOW_BYTES:
+                self._overflow = new_output_file()
+            if self._overflow.tell() < _OVERFLOW_MIB * 1024**2:
                 self._overflow.write(f"{line}\n".encode("utf-8", "replace"))
 
 

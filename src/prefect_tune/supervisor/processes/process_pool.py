@@ -31,6 +31,7 @@ _LOOK_AGAIN = timedelta(seconds=0.2)
 _LONGEST_PRELOAD = 64 * 1024  # characters; the kernel takes them before the process is forked, so that none waits
 _MOMENT = timedelta(seconds=0.2)
 _GOODBYE = timedelta(seconds=5)
+_WHAT_WAS_CUT = "handlers of atexit, or the trainable's cleanup, did not run to their end"
 _BEGINS = timedelta(seconds=60)  # a fork begins in milliseconds, unless a lock that it has inherited stays locked
 _FIRST_REPORT = timedelta(minutes=10)
 _NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
@@ -58,7 +59,7 @@ class TrialProcessPool:
         self._forks = ForkServers("never" if slots == 0 else reuse)
         self._guard = threading.RLock()
         self._used_count = 0
-        self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
+        self._waiting: list[_Kept] = []
         self._expected: list[tuple[TrialKind, PendingFork]] = []
         self._closed = False
 
@@ -152,11 +153,11 @@ class TrialProcessPool:
     def _waiting_child(self, kind: TrialKind) -> ForkedProcess | None:
         """Return a waiting process of this kind; None if there is none."""
         with self._guard:
-            mine = [each for each in self._waiting if each[0] == kind]
+            mine = [each for each in self._waiting if each.kind == kind]
             self._waiting = [each for each in self._waiting if each not in mine[-1:]]
         if not mine:
             return None
-        _, child = mine[-1]
+        child = mine[-1].child
         if child.is_alive():
             return child
         child.end()
@@ -213,21 +214,22 @@ class TrialProcessPool:
             self._expected = [each for each in self._expected if each not in mine[:1]]
         return mine[0][1] if mine else None
 
-    def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
-        """Keep a process for another trial; end it if there are enough."""
+    def keep(self, kind: TrialKind, child: ForkedProcess, log: Log) -> None:
+        """Keep a process for another trial; end it if there are enough. `log` is that of its last trial."""
+        kept = _Kept(kind, child, log)
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
             if is_kept:
-                self._waiting.append((kind, child))
+                self._waiting.append(kept)
         if not is_kept:
-            _dismiss([child])
+            _dismiss([kept])
 
     def _end_waiting(self, *, slots: int = 0) -> None:
         """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._waiting) - slots)
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
-        _dismiss([child for _, child in leaving])
+        _dismiss(leaving)
 
     def _end_expected(self, patience: timedelta = _GOODBYE) -> None:
         with self._guard:
@@ -266,13 +268,30 @@ def _has_imported(child: ForkedProcess, log: Log, stop: threading.Event, waits: 
     return True
 
 
-def _dismiss(children: list[ForkedProcess]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A process that waits for another trial."""
+
+    kind: TrialKind
+    child: ForkedProcess
+    log: Log
+    """Of its last trial."""
+
+
+def _dismiss(leaving: list[_Kept]) -> None:
     """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
-    for child in children:
-        child.dismiss()
+    for each in leaving:
+        each.child.dismiss()
     deadline = Deadline.after(_GOODBYE)
-    for child in children:
-        child.end(timedelta(seconds=deadline.remaining_seconds))
+    for each in leaving:
+        each.child.end(timedelta(seconds=deadline.remaining_seconds))
+        _log_cut(each.child, each.log)
+
+
+def _log_cut(child: ForkedProcess, log: Log) -> None:
+    if child.was_cut:
+        seconds = _GOODBYE.total_seconds()
+        log.warning("its process had not exited %g s after its end, and was killed: %s", seconds, _WHAT_WAS_CUT)
 
 
 class _Borrowed:
@@ -280,6 +299,7 @@ class _Borrowed:
 
     def __init__(self, child: ForkedProcess, log: Log) -> None:
         self.child = child
+        self._log = log
         self._output = TrialOutput(log)
         self._became = ""
         self.exits = False
@@ -295,6 +315,8 @@ class _Borrowed:
         if not self._became:
             code = self.child.end(_GOODBYE if self.exits else _MOMENT)
             self._became = became(code, self._output.stop())
+            if self.exits:
+                _log_cut(self.child, self._log)
         return self._became
 
     def let_go(self) -> None:
@@ -380,7 +402,7 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             self._closed = True
         if self.keeps:
-            self._pool.keep(self._request.kind, self._borrowed.child)
+            self._pool.keep(self._request.kind, self._borrowed.child, self._request.log)
 
     def _replace(self, why: str = "", *, has_deadline: bool = True) -> None:
         """Take a new process: this one declined the trial, was killed, failed or hung, before it reported anything.
