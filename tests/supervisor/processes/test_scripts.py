@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("is_notebook", [False, True], ids=["script", "notebook"])
-@pytest.mark.parametrize("reuse", ["auto", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reuse: str, is_notebook: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

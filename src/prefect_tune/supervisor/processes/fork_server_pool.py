@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from prefect_tune.core.messages.process_messages import READY
 from prefect_tune.stores.deadline import Deadline
@@ -147,8 +147,7 @@ class ForkServers:
     """
 
     def __init__(self, reuse: Reuse) -> None:
-        self._has_templates = reuse in ("fork", "auto")
-        self._reuse = reuse
+        self._has_templates = reuse == "auto"
         self._guard = threading.RLock()
         self._running: dict[_Key, Forks] = {}
         self._unfit: dict[TrialKind, str] = {}
@@ -200,12 +199,6 @@ class ForkServers:
         if not isinstance(found, ForkServer):
             raise TypeError("a template under the key of a fork server")
         return found
-
-    def kept(self, kind: TrialKind) -> Literal["never", "after-imports", "always"]:
-        """Return when the process of a trial of this kind serves the next one, as in `Start`."""
-        if self._reuse == "keep" or (self._reuse == "auto" and kind in self._unfit):
-            return "always"
-        return "after-imports" if self._reuse == "auto" else "never"
 
     def lose(self, forks: Forks) -> None:
         """Kill and forget one that has died or is stopped. Processes of a fork server do not need it.
@@ -268,7 +261,5 @@ class ForkServers:
                 return False
             self._unfit[kind] = why_not
             self._running.pop(kind, None)
-        kept = self.kept(kind) == "always"
-        how = "a process that has imported it serves one trial after the other" if kept else "each trial imports it"
-        log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, why_not)
+        log.info("%s: trials cannot be forked after its import; each trial imports it: %s", kind, why_not)
         return True
