@@ -69,7 +69,7 @@ def tune(
     sync: SyncField = None,
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
-    reuse: Literal["auto", "fork", "keep", "never"] = "auto",
+    reuse: Literal["auto", "never"] = "auto",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
 ) -> Results:
@@ -135,9 +135,8 @@ def tune(
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
-        reuse: how trials share the import of the trainable's module. `fork`: one process imports it, and trials are
-            forked from it if that is safe; `keep`: a process serves one trial after the other; `auto`: `fork`, and
-            `keep` where it is not safe; `never`: each trial's process imports it.
+        reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
+            forked from it if that is safe; `never`: each trial's process imports it.
         grace_period_seconds: how long trials may take to save after SIGTERM or a cancellation.
         silence_timeout_seconds: seconds without a report after which a trial is presumed hung and is restarted.
             Default: never.

@@ -91,6 +91,11 @@ class LogRecorder(logging.Handler):
         self.lines: list[str] = []
         self.answers: list[object] = []
 
+    @property
+    def reasons(self) -> list[str]:
+        """The lines but those that say how long an import has taken so far, as on a slow machine."""
+        return [each for each in self.lines if not each.endswith(" s so far)")]
+
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
         self.answers.append(self._ask())

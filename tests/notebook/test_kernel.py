@@ -96,7 +96,7 @@ def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> 
         assert "<script" not in html
 
 
-@pytest.mark.parametrize("reuse", ["auto", "fork", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_class_that_a_cell_redefines_is_the_one_that_trains(kernel: Kernel, reuse: str) -> None:
     more = f"reuse={reuse!r}, max_concurrent_trials=1"
     kernel.run(NET)

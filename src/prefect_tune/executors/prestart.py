@@ -1,9 +1,18 @@
-"""Start the processes of trials while the Prefect server of a script starts: they import the trainable meanwhile."""
+"""Start the processes of trials while the Prefect server of a script starts: they import the trainable meanwhile.
+
+    call of the flow ──► a pool, which imports ──► the server starts, the flow begins ──► `process_pool` takes the pool
+
+Never: an error here that ends the flow, which reports what is wrong itself; a pool that serves two searches.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
@@ -12,26 +21,61 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs.task_runner import max_workers_of
-from prefect_tune.supervisor.processes.prestarted_pool import prestarting
-from prefect_tune.supervisor.trial_spec import pickled_or_path
+from prefect_tune.supervisor.processes.process_channel import AS_IT_IS
+from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.supervisor.trial_spec import Reuse, pickled_or_path
 
 _LATER = {"target": ".", "experiment": "prestart", "sync": None, "callbacks": None}
 """Parameters that the processes do not depend on: what they were given may be on the server."""
+_HERE = ("process", "tasks")  # how a plan trains in processes of this machine: `isolation` and `trials`
+
+
+class _LateLog(logging.LoggerAdapter[logging.Logger]):
+    """A log that keeps its messages until the flow run has one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger(__name__))
+        self._run_log: Log | None = None
+        self._early: list[tuple[Any, ...]] = []
+        self._guard = threading.Lock()
+
+    def forward_to(self, log: Log) -> None:
+        with self._guard:
+            self._run_log = log
+            for level, message, *arguments in self._early:
+                log.log(level, message, *arguments)
+
+    def log(self, level: int, msg: object, *args: object, **_: Any) -> None:
+        with self._guard:
+            if self._run_log is None:
+                self._early.append((level, msg, *args))
+            else:
+                self._run_log.log(level, msg, *args)
+
+
+@dataclass(slots=True)
+class _Prestarted:
+    pool: TrialProcessPool
+    serves: tuple[int, Reuse]
+    log: _LateLog
+    is_taken: bool = False
+
+
+_prestarted: ContextVar[_Prestarted | None] = ContextVar("prestarted", default=None)
 
 
 @contextmanager
 def prestart_search(arguments: Mapping[str, Any], runner: TaskRunner[Any]) -> Iterator[None]:
-    """Start them for `pt.tune` with these arguments, if its trials train here; the flow reports what is wrong."""
+    """Start them for `pt.tune` with these arguments, if its trials train here."""
     with ExitStack() as started:
         with suppress(TuneError, OSError):
             plan = SearchPlan(**{**arguments, **_LATER})
-            if _trains_here(plan) and isinstance(runner, ThreadPoolTaskRunner):
+            if (plan.isolation, plan.trials) == _HERE and isinstance(runner, ThreadPoolTaskRunner):
                 slots = slots_here(plan, max_workers_of(runner))
-                environment = next(iter(slots.environments), {})
+                environment = next(iter(slots.environments), AS_IT_IS)
                 trainable = pickled_or_path(plan.trainable)
-                started.enter_context(
-                    prestarting(trainable, slots=slots.count, reuse=plan.reuse, environment=environment)
-                )
+                started.enter_context(prestarting(trainable, slots.count, plan.reuse, environment))
         yield
 
 
@@ -40,12 +84,37 @@ def prestart_training(arguments: Mapping[str, Any], _runner: TaskRunner[Any]) ->
     """Start one for `pt.durable_trainable` with these arguments."""
     with ExitStack() as started:
         with suppress(TuneError, OSError):
-            given = {name: value for name, value in arguments.items() if name != "config"}
-            plan = SearchPlan(**{**given, **_LATER})
-            if _trains_here(plan):
-                started.enter_context(prestarting(pickled_or_path(plan.trainable), slots=0))
+            plan = SearchPlan(**{**{name: value for name, value in arguments.items() if name != "config"}, **_LATER})
+            if (plan.isolation, plan.trials) == _HERE:
+                started.enter_context(prestarting(pickled_or_path(plan.trainable), 0))
         yield
 
 
-def _trains_here(plan: SearchPlan) -> bool:
-    return plan.isolation == "process" and plan.trials == "tasks"
+@contextmanager
+def prestarting(
+    trainable: str, slots: int, reuse: Reuse = "never", environment: Mapping[str, str] = AS_IT_IS
+) -> Iterator[None]:
+    """Begin to import `trainable` (as in `Start`) in a pool, which the first `process_pool` in the block may return."""
+    log = _LateLog()
+    with TrialProcessPool(slots=slots, reuse=reuse) as pool:
+        pool.prepare(trainable, log, environment)
+        before = _prestarted.set(_Prestarted(pool, (slots, reuse), log))
+        try:
+            yield
+        finally:
+            _prestarted.reset(before)
+
+
+def process_pool(log: Log, *, slots: int, reuse: Reuse = "never") -> TrialProcessPool:
+    """Return the pool that was started before, if it has these slots and this `reuse`, else a new one.
+
+    `log` receives what the import has printed so far; for the others see `TrialProcessPool`.
+    """
+    begun = _prestarted.get()
+    if begun is not None and not begun.is_taken:
+        begun.is_taken = True
+        if begun.serves == (slots, reuse):
+            begun.log.forward_to(log)
+            return begun.pool
+        begun.pool.close()
+    return TrialProcessPool(slots=slots, reuse=reuse)

@@ -22,8 +22,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.processes.worker_pools import worker_pool
+from prefect_tune.supervisor.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.supervisor.search_link import Answer, AnsweringLink, StepReported
 from prefect_tune.supervisor.trial_spec import Reuse
 

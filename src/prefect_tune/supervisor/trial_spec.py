@@ -20,12 +20,10 @@ from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.runtime.load_named import pickled
 
-Reuse: TypeAlias = Literal["auto", "fork", "keep", "never"]
+Reuse: TypeAlias = Literal["auto", "never"]
 """How trials share the import of their trainable's module.
 
-- `fork`: one process imports it; trials are forked from that process, if its forks are safe.
-- `keep`: a trial's process serves the next trial, if the trial has left no thread, process or signal handler in it.
-- `auto`: `fork`; `keep` where forks are not safe, and for a process in which a trial has imported 100 modules or more.
+- `auto`: one process imports it; trials are forked from that process, if its forks are safe.
 - `never`: each trial's process imports it.
 
 Elsewhere than on Linux, each trial's process imports it.

@@ -22,6 +22,7 @@ from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
+from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
@@ -58,7 +59,6 @@ from prefect_tune.results.results import Results
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.prestarted_pool import process_pool
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unjournaled

@@ -21,6 +21,7 @@ from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Sugges
 from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
+from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventContext
@@ -39,7 +40,6 @@ from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.prestarted_pool import process_pool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.suspend_flow_run import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over

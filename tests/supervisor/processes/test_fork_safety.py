@@ -32,15 +32,14 @@ pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its 
 # ------------------------------------------------------------------------------------------------------ forked
 
 
-@pytest.mark.parametrize("reuse", ["auto", "fork"])
 def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
-    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
-    found = trains(5, reuse)
+    found = trains(5)
     assert [each["x"] for each in found] == [0, 1, 2, 3, 4]
     assert (len(module.imports), different(found)) == (1, 5)
     assert module.imports[0] not in {each["pid"] for each in found}
-    assert recorder.lines == []
+    assert recorder.reasons == []
 
 
 def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
@@ -51,7 +50,7 @@ def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module
 def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, recorder: LogRecorder) -> None:
     module.write(QUIET + "\nimport sys; print('hello'); print('beware', file=sys.stderr)")
     trains(3)
-    assert sorted(recorder.lines) == ["beware", "hello"]
+    assert sorted(recorder.reasons) == ["beware", "hello"]
 
 
 def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
@@ -64,7 +63,7 @@ def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(tra
     assert (len(module.imports), different(found), {each["sum"] for each in found}) == (1, 4, {500.0**3})
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_what_the_import_sets_is_set_in_each_trial(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
@@ -87,7 +86,7 @@ def test_what_the_import_sets_is_set_in_each_trial(
     assert different(found, "numpy") == 3
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_folder_that_the_import_puts_first_on_the_path_stays_first(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
@@ -105,7 +104,7 @@ def test_a_folder_that_the_import_puts_first_on_the_path_stays_first(
     assert [each["found"] for each in trains(2, reuse)] == ["vendored"] * 2
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_the_import_may_replace_the_finders_of_modules(trains: Trains, module: Module, reuse: Reuse) -> None:
     module.write("import sys\nsys.meta_path[:] = sys.meta_path[1:]\n" + QUIET)
     assert [each["x"] for each in trains(2, reuse)] == [0, 1]
@@ -115,16 +114,16 @@ def test_a_child_that_the_import_forks_does_not_answer_for_it(
     trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()\n" + QUIET)
-    assert different(trains(2, "fork")) == 2
-    assert recorder.lines == []
+    assert different(trains(2)) == 2
+    assert recorder.reasons == []
 
 
 def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
     trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))\n" + QUIET)
-    assert (different(trains(8, "fork")), len(module.imports)) == (8, 1)
-    assert set(recorder.lines) == {"x" * 30_000}
+    assert (different(trains(8)), len(module.imports)) == (8, 1)
+    assert set(recorder.reasons) == {"x" * 30_000}
 
 
 def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
@@ -138,7 +137,7 @@ def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, mod
     assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_module_sets_variables_before_it_imports_what_reads_them(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
@@ -161,12 +160,11 @@ def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trai
     assert len(module.imports) == 2
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
-    module: Module, recorder: LogRecorder, reuse: Reuse
+    module: Module, recorder: LogRecorder
 ) -> None:
     codes = []
-    with TrialProcessPool(slots=1, reuse=reuse) as pool:
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
             with pool.process(module.start(), log_to(recorder)) as channel:
@@ -267,25 +265,32 @@ REASONS = {
 
 
 @pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
-def test_a_process_that_cannot_be_forked_safely_serves_one_trial_after_the_other(
+def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
     trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
 ) -> None:
     module.write(dedent(body) + QUIET)
     found = trains(3)
-    (reason,) = recorder.lines
+    (reason,) = recorder.reasons
     assert why in reason
-    assert "a process that has imported it serves one trial after the other" in reason
-    kept = not why.startswith("its import started processes")  # such a process is no clean one
-    assert different(found) == (1 if kept else 3)
+    assert "each trial imports it" in reason
+    assert [each["x"] for each in found] == [0, 1, 2]
+    assert module.imports[1:] == [each["pid"] for each in found]
 
 
-def test_forks_where_they_are_not_safe_are_new_processes_if_none_may_be_kept(
-    trains: Trains, module: Module, recorder: LogRecorder
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_threads_that_the_import_has_started_report_for_each_trial(
+    trains: Trains, module: Module, reuse: Reuse
 ) -> None:
-    module.write("import socket\nleft = socket.socket()\n" + QUIET)
-    found = trains(3, "fork")
-    assert (different(found), len(module.imports)) == (3, 4)
-    assert "each trial imports it" in recorder.lines[0]
+    module.write("""
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'from': 'a thread'}).result()
+            return {'x': config['x']}
+    """)
+    assert [each["from"] for each in trains(2, reuse)] == ["a thread"] * 2
 
 
 @pytest.mark.parametrize(
@@ -301,7 +306,7 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
         (broke,) = messages_of(channel)
     assert isinstance(broke, Broke)
     assert f"cannot be imported: {said}" in broke.message
-    assert f"cannot be imported: {said}" in recorder.lines[0]
+    assert f"cannot be imported: {said}" in recorder.reasons[0]
 
 
 def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
@@ -315,12 +320,12 @@ def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Tr
         def measured(config): return {"x": config["x"]}
     """
     module.write(body.replace("PORT", str(port)))
-    assert [each["x"] for each in trains(2, "fork")] == [0, 1]
+    assert [each["x"] for each in trains(2)] == [0, 1]
 
 
 def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, module: Module) -> None:
     module.write("import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()\n" + QUIET)
-    assert (len(trains(2, "fork")), len(module.imports)) == (2, 1)
+    assert (len(trains(2)), len(module.imports)) == (2, 1)
 
 
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
@@ -335,7 +340,7 @@ def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, re
     with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
         assert messages_of(channel) == []
         assert channel.end() == "exited with code 3"
-    assert "its import ended the process" in recorder.lines[0]
+    assert "its import ended the process" in recorder.reasons[0]
 
 
 def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: Module, recorder: LogRecorder) -> None:
@@ -367,7 +372,7 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
     ours.require_none()
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
@@ -384,7 +389,7 @@ def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
     """)
     pids = [each["pid"] for each in trains(2, reuse)]
     noted = sorted((tmp_path / "exits").read_text().splitlines())
-    imported = set() if reuse == "fork" else {*pids}  # a forked trial shares what the import has made with others
+    imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
     assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
 
 
@@ -399,12 +404,11 @@ def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: 
             own = tempfile.TemporaryDirectory()
             return {"there": Path(folder).exists() and Path(other.name).exists()}
     """)
-    assert [each["there"] for each in trains(3, "fork")] == [True] * 3
+    assert [each["there"] for each in trains(3)] == [True] * 3
 
 
-@pytest.mark.parametrize("reuse", ["fork", "keep"])
 def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
-    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
+    trains: Trains, module: Module, recorder: LogRecorder
 ) -> None:
     module.write("""
         import atexit, multiprocessing, time
@@ -415,6 +419,6 @@ def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_tr
                 atexit.register(time.sleep, 600)
             return {"x": config["x"]}
     """)
-    assert [each["x"] for each in trains(3, reuse)] == [0, 1, 2]
-    cut = [each for each in recorder.lines if "had not exited 5 s after its end, and was killed: handlers" in each]
+    assert [each["x"] for each in trains(3)] == [0, 1, 2]
+    cut = [each for each in recorder.reasons if "had not exited 5 s after its end, and was killed: handlers" in each]
     assert len(cut) == 2

@@ -221,7 +221,7 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
     names = ["one", "two", "three"]
     with ThreadPoolExecutor(len(names)) as threads:
         for name, recorder in zip(names, threads.map(train, names), strict=True):
-            assert recorder.lines == [f"line {number}" for number in range(200)]
+            assert recorder.reasons == [f"line {number}" for number in range(200)]
             assert set(recorder.answers) == {name}
 
 

@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("is_notebook", [False, True], ids=["script", "notebook"])
-@pytest.mark.parametrize("reuse", ["auto", "keep", "never"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reuse: str, is_notebook: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -123,7 +123,7 @@ def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_
         file.write_text(left)
     with supervised_process(start_of(_spawns, tmp_path, {"file": str(file)}, steps=1), log_to(recorder)) as channel:
         assert metrics_of(channel) == {"code": 0}
-    (line,) = recorder.lines
+    (line,) = recorder.reasons
     assert re.match(f"prefect-tune: a spawned process lacks what the script of its trial defines: .*{why}", line)
 
 

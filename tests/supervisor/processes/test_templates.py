@@ -65,7 +65,7 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
         until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
         with pool.process(module.start(1), log_to(recorder)) as channel:
             assert metrics_of(channel)["x"] == 1
-    assert "its import ended the process" in recorder.lines[0]
+    assert "its import ended the process" in recorder.reasons[0]
 
 
 @pytest.mark.parametrize("whom", ["the template", "its subreaper"])
@@ -81,14 +81,14 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
         with pool.process(module.start(1), log_to(recorder)) as channel:
             return dict(metrics_of(channel))
 
-    with nothing_left(), TrialProcessPool(slots=3, reuse="fork") as pool, ThreadPoolExecutor(3) as threads:
+    with nothing_left(), TrialProcessPool(slots=3, reuse="auto") as pool, ThreadPoolExecutor(3) as threads:
         found = [threads.submit(two_attempts, pool) for _ in range(3)]
         until(lambda: len(ours.pids("sleep")) == 3, what=lambda: f"three trials, not {ours.names()}")
         kill(ours, whom)
         pids = {each.result()["pid"] for each in found}
         last = forked_again(module, pool, recorder)
     assert len({*pids, last}) == 4
-    assert recorder.lines == []
+    assert recorder.reasons == []
 
 
 def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
@@ -103,7 +103,7 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
     module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write(WAITS_FOR)
-    with TrialProcessPool(slots=2, reuse="fork") as pool, pool.process(module.start(0), log_to(recorder)) as channel:
+    with TrialProcessPool(slots=2, reuse="auto") as pool, pool.process(module.start(0), log_to(recorder)) as channel:
         until(lambda: ours.pids("sleep"), what=lambda: "a trial")
         kill(ours, "the fork server")
         forked_again(module, pool, recorder)
@@ -117,7 +117,7 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    with nothing_left(), TrialProcessPool(slots=1, reuse="fork") as pool:
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
         monkeypatch.setattr("os.memfd_create", full)
         with pytest.raises(OSError, match="No space"), pool.process(module.start(), log_to(recorder)):
             pass

@@ -19,7 +19,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 _Mode = StrEnum("_Mode", ["min", "max"])
 _Trials = StrEnum("_Trials", ["tasks", "deployment"])
 _Isolation = StrEnum("_Isolation", ["process", "thread"])
-_Reuse = StrEnum("_Reuse", ["auto", "fork", "keep", "never"])
+_Reuse = StrEnum("_Reuse", ["auto", "never"])
 _Resume = StrEnum("_Resume", ["auto", "must", "never"])
 _OnCodeChange = StrEnum("_OnCodeChange", ["warn", "refuse"])
 
@@ -182,9 +182,7 @@ _OPTIONS: Mapping[str, _Option] = {
         default=_Isolation.process,
         about="process (default): one for each trial; thread: for debuggers.",
     ),
-    "reuse": _Option(
-        metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: auto (default), fork, keep, or never."
-    ),
+    "reuse": _Option(metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: auto (default) or never."),
     "grace_period_seconds": _seconds("--grace-period-seconds", "Time to save after a stop signal. Default: 25."),
     "silence_timeout_seconds": _seconds("--silence-timeout-seconds", "Restart a trial after S without a report."),
     "resume": _Option(

@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Surroundings(Value):
-    """The environment that a forked or reused process adopts before it starts a trial."""
+    """The environment that a forked or kept process adopts before it starts a trial."""
 
     type: Literal["surroundings"] = "surroundings"
     environment: Mapping[str, str]
@@ -114,9 +114,6 @@ class Start(Value):
     """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
-    kept: Literal["never", "after-imports", "always"] = "never"
-    """Whether the process may wait, if it is clean, even though its trainable has no `reset_config`; `after-imports`:
-    if the trial has imported so much that the next one would train sooner in it than in a new one."""
 
 
 class CheckpointSaved(Value):

@@ -24,18 +24,9 @@ from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.processes.group_signals import handlers_in_fork
-from prefect_tune.runtime.processes.process_reset import (
-    ProcessState,
-    flush_output,
-    noting_import,
-    prepend_import_path,
-    processes_left,
-)
-from prefect_tune.runtime.processes.trial_process import (
-    forks_end,
-    remember_source,
-    text_of,
-)
+from prefect_tune.runtime.processes.linux import children_of
+from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
+from prefect_tune.runtime.processes.trial_process import forks_end, remember_source, text_of
 
 # Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
@@ -49,7 +40,7 @@ _ANSWER_BYTES, _NOTHING = 2000, b"nothing"
 
 def import_before_forking(request: ImportRequest) -> str:
     """Import the trainable; return why this process must not be forked now, empty if it may be."""
-    before, held, temporary = ProcessState.now(), _Held.now(), Path(os.environ["TMPDIR"])
+    before, held, temporary = _handlers(), _Held.now(), Path(os.environ["TMPDIR"])
     prepend_import_path(request.import_path)
     try:
         with noting_import(), forks_end():
@@ -92,11 +83,11 @@ class _Held:
         return sorted([*opened, *(f"shared memory {name}" for name in self.memory - before.memory)])
 
 
-def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
+def _why_not_fork(before: Mapping[int, Any], held: _Held, temporary: Path) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
     of_fork = _done_by_a_fork()  # first: libraries with fork handlers, such as OpenBLAS, end their threads here then
-    if of_import := _done_since(before.handlers, held):
+    if of_import := _done_since(before, held):
         return f"its import {of_import}" + (f"; a fork of it {of_fork}" if of_fork else "")
     if of_fork:
         return f"a fork of it {of_fork}"
@@ -107,12 +98,12 @@ def _why_not_fork(before: ProcessState, held: _Held, temporary: Path) -> str:
 
 def _done_since(handlers: Mapping[int, Any], held: _Held) -> str:
     """Return what this process has now that a fork would lose, or share; empty if there is nothing."""
-    now = ProcessState.now().handlers
+    now = _handlers()
     if changed := [signal.Signals(each).name for each, own in handlers.items() if now[each] != own]:
         return f"installed handlers of signals: {', '.join(changed)}"
     if threads := _threads():
         return f"started threads that still run: {', '.join(threads)}"
-    if processes := processes_left():
+    if processes := _processes_left():
         return f"started processes that still run: {', '.join(map(str, sorted(processes)))}"
     if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
         return f"left open: {', '.join(left)}"
@@ -124,7 +115,7 @@ def _done_since(handlers: Mapping[int, Any], held: _Held) -> str:
 def _done_by_a_fork(generations: int = 2) -> str:
     """Return what fork handlers do in a fork of this process, and in a fork of that: a subreaper, and its trial."""
     reading, writing = os.pipe()
-    handlers, held = handlers_in_fork(ProcessState.now().handlers), _Held.now()
+    handlers, held = handlers_in_fork(_handlers()), _Held.now()
     with warnings.catch_warnings(), os.fdopen(reading, "rb"), os.fdopen(writing, "wb"):
         warnings.simplefilter("ignore")  # Python 3.12 warns if there is another thread: OpenBLAS ends its own just then
         if (probe := os.fork()) == 0:
@@ -141,6 +132,15 @@ def _done_by_a_fork(generations: int = 2) -> str:
         with suppress(ChildProcessError):  # the import has set SIGCHLD to be ignored
             os.waitpid(probe, 0)
     return "" if said == _NOTHING else said.decode("utf-8", "replace")
+
+
+def _handlers() -> Mapping[int, Any]:
+    return {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _processes_left() -> set[int]:
+    """Return the children of this process, and of its subreaper, which adopts those whose parent has exited."""
+    return children_of(os.getpid(), os.getppid()) - {os.getpid()}
 
 
 def _threads() -> list[str]:

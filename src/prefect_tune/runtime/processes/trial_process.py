@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn, cast
@@ -33,7 +33,6 @@ from prefect_tune.runtime.load_named import load_named, load_trainable, names_fo
 from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.process_reset import (
-    ProcessState,
     flush_output,
     forget_exit_handlers,
     free_memory,
@@ -48,7 +47,6 @@ from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
 
-_MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
@@ -168,7 +166,6 @@ class _Attempts:
         self._whole_process = whole_process
         self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
-        self._module_count = len(sys.modules)
         if whole_process:
             _be_quiet_when_a_thread_leaves()
 
@@ -214,17 +211,11 @@ class _Attempts:
             offer_to_spawned(start.trainable)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
-        before = ProcessState.now() if start.kept != "never" else None
         try:
             session.ask_first()
-            ended = self._train(session, trainable, start)
+            return self._train(session, trainable, start)
         except TrialOver as over:
-            ended = self._ended(over)
-        has_imported = len(sys.modules) - self._module_count >= _MANY_MODULES
-        is_kept = start.kept == "always" or (start.kept == "after-imports" and has_imported)
-        if before and is_kept and not ended.interrupted and not ended.waits and before.is_restored():
-            return ended.model_copy(update={"waits": True})
-        return ended
+            return self._ended(over)
 
     def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
         with forks_end():
@@ -273,11 +264,8 @@ def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None
 
 def _loaded(start: Start) -> object:
     """Return the trainable; if the process may serve another trial, note what the import sets."""
-    if start.kept != "always" or has_noted_import():
+    with noting_import() if start.waits and not has_noted_import() else nullcontext():
         return load_trainable(start.trainable)
-    with noting_import():
-        remember_source(loaded := load_trainable(start.trainable))
-    return loaded
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:

@@ -1,4 +1,12 @@
-"""The fork servers of a pool of trial processes, one for each kind of trial."""
+"""What a pool forks its trials from: a plain fork server, and a template for each kind of trial.
+
+    fork server (no user code) ──► template: imports the trainable, is inspected ──► READY: trials are forked from it
+           │                                   └─► a reason why not: logged once, the template ends
+           └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
+
+Never: a fork of an import that was found unsafe, or from which a fork has hung; an import that is waited for after
+`stop` or for more than 10 minutes; a template that outlives the pool, except for trials that it has forked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Self, TypeAlias
+from typing import Self, TypeAlias, TypeVar
 
 from prefect_tune.core.messages.process_messages import READY
 from prefect_tune.stores.deadline import Deadline
@@ -136,7 +144,9 @@ class Template:
 
 
 Forks: TypeAlias = ForkServer | Template
-_Key: TypeAlias = TrialKind | frozenset[tuple[str, str]]
+_Variables: TypeAlias = frozenset[tuple[str, str]]
+_K = TypeVar("_K")
+_F = TypeVar("_F", ForkServer, Template)
 
 
 class ForkServers:
@@ -147,10 +157,10 @@ class ForkServers:
     """
 
     def __init__(self, reuse: Reuse) -> None:
-        self._has_templates = reuse in ("fork", "auto")
-        self._reuse = reuse
+        self._has_templates = reuse == "auto"
         self._guard = threading.RLock()
-        self._running: dict[_Key, Forks] = {}
+        self._servers: dict[_Variables, ForkServer] = {}  # these two in the order of their last use
+        self._templates: dict[TrialKind, Template] = {}
         self._unfit: dict[TrialKind, str] = {}
         self._closed = False
 
@@ -162,7 +172,7 @@ class ForkServers:
         """
         if not self._has_templates or kind in self._unfit:
             return self.plain(kind)
-        return self._found(kind, lambda: Template(self.plain(kind), kind, log))
+        return self._found(self._templates, kind, lambda: Template(self.plain(kind), kind, log))
 
     def ready(self, kind: TrialKind, log: Log, stop: threading.Event) -> Forks:
         """Return it after its import; a plain fork server if the import cannot be shared, or if `stop` is set before.
@@ -189,23 +199,14 @@ class ForkServers:
         """Return what trials of this kind are forked from if it runs and is ready, else None."""
         with self._guard:
             if not self._has_templates or kind in self._unfit:
-                return self._used(frozenset(kind.read_at_start.items()))
-            own = self._used(kind)
-            return own if isinstance(own, Template) and own.is_ready(timedelta(0)) and not own.why_not else None
+                return _used(self._servers, frozenset(kind.read_at_start.items()))
+            own = _used(self._templates, kind)
+            return own if own is not None and own.is_ready(timedelta(0)) and not own.why_not else None
 
     def plain(self, kind: TrialKind) -> ForkServer:
         """Return the fork server that has imported no trainable; start it if it does not run."""
         own = kind.read_at_start
-        found = self._found(frozenset(own.items()), lambda: ForkServer.start(added_to_this(own)))
-        if not isinstance(found, ForkServer):
-            raise TypeError("a template under the key of a fork server")
-        return found
-
-    def kept(self, kind: TrialKind) -> Literal["never", "after-imports", "always"]:
-        """Return when the process of a trial of this kind serves the next one, as in `Start`."""
-        if self._reuse == "keep" or (self._reuse == "auto" and kind in self._unfit):
-            return "always"
-        return "after-imports" if self._reuse == "auto" else "never"
+        return self._found(self._servers, frozenset(own.items()), lambda: ForkServer.start(added_to_this(own)))
 
     def lose(self, forks: Forks) -> None:
         """Kill and forget one that has died or is stopped. Processes of a fork server do not need it.
@@ -213,22 +214,17 @@ class ForkServers:
         If it is forgotten already, do nothing: another thread ends it.
         """
         with self._guard:
-            keys = [key for key, each in self._running.items() if each is forks]
-            for key in keys:
-                del self._running[key]
-        if keys:
+            is_known = _removed(self._servers, forks) or _removed(self._templates, forks)
+        if is_known:
             forks.kill()
 
     def end_surplus(self, slots: int) -> None:
         """End those that were used longest ago, beyond the number that trials in `slots` slots may need."""
-        most = 1 + slots * (2 if self._has_templates else 1)
         with self._guard:
-            idle = [
-                key
-                for key, each in self._running.items()
-                if isinstance(each, ForkServer) or each.is_ready(timedelta(0))
-            ]
-            surplus = [self._running.pop(key) for key in idle[: max(0, len(self._running) - most)]]
+            idle = [kind for kind, each in self._templates.items() if each.is_ready(timedelta(0))]
+            unused = idle[: max(0, len(self._templates) - 2 * slots)]
+            surplus: list[Forks] = [self._templates.pop(each) for each in unused]
+            surplus += [self._servers.pop(each) for each in [*self._servers][: max(0, len(self._servers) - slots - 1)]]
         for each in surplus:
             each.let_go()
 
@@ -236,29 +232,24 @@ class ForkServers:
         """End all; do not wait for them if processes that they forked are in use."""
         with self._guard:
             self._closed = True
-            running, self._running = [*self._running.values()], {}
-        for each in sorted(running, key=lambda each: isinstance(each, ForkServer)):  # templates first: they are forks
+            running: list[Forks] = [*self._templates.values(), *self._servers.values()]  # templates are forks of these
+            self._templates, self._servers = {}, {}
+        for each in running:
             each.let_go() if is_used else each.end()
 
-    def _found(self, key: _Key, start: Callable[[], Forks]) -> Forks:
+    def _found(self, running: dict[_K, _F], key: _K, start: Callable[[], _F]) -> _F:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
-            if (found := self._used(key)) is None:
-                self._running[key] = found = start()
+            if (found := _used(running, key)) is None:
+                running[key] = found = start()
             return found
-
-    def _used(self, key: _Key) -> Forks | None:
-        """Return what runs under this key, and put it last: they are ordered by their last use."""
-        if (found := self._running.pop(key, None)) is not None:
-            self._running[key] = found
-        return found
 
     def refuse(self, kind: TrialKind, why: str, log: Log) -> None:
         """Fork no more trials of this kind after its import, if they are; those that were forked train on."""
         with self._guard:
-            template = self._running.get(kind)
-        if self._has_templates and self._is_news(kind, why, log) and isinstance(template, Template):
+            template = self._templates.get(kind)
+        if self._has_templates and self._is_news(kind, why, log) and template is not None:
             template.let_go()
 
     def _is_news(self, kind: TrialKind, why_not: str, log: Log) -> bool:
@@ -267,8 +258,21 @@ class ForkServers:
             if kind in self._unfit:
                 return False
             self._unfit[kind] = why_not
-            self._running.pop(kind, None)
-        kept = self.kept(kind) == "always"
-        how = "a process that has imported it serves one trial after the other" if kept else "each trial imports it"
-        log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, why_not)
+            self._templates.pop(kind, None)
+        log.info("%s: trials cannot be forked after its import; each trial imports it: %s", kind, why_not)
         return True
+
+
+def _used(running: dict[_K, _F], key: _K) -> _F | None:
+    """Return what runs under this key, and put it last: they are ordered by their last use."""
+    if (found := running.pop(key, None)) is not None:
+        running[key] = found
+    return found
+
+
+def _removed(running: dict[_K, _F], forks: Forks) -> bool:
+    """Remove it; return whether it was there."""
+    keys = [key for key, each in running.items() if each is forks]
+    for key in keys:
+        del running[key]
+    return bool(keys)

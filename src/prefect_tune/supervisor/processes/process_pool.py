@@ -1,10 +1,20 @@
-"""The pool of trial processes: forked in milliseconds, and reused for further trials if the trainable allows it."""
+"""The pool of trial processes: what an attempt trains in.
+
+    kept by a class with `reset_config` ──► declines, fails or dies before its first report ─┐
+    forked in advance                                                                        ├──► a new fork
+    forked now: from the template, or from the plain fork server (see `fork_server_pool`) ───┘    (no attempt is lost)
+
+A fork that does not begin its trial within 60 s is replaced by a process of its own, and the template forks no more.
+Never: a function in a used process; a trial in a process in which another one failed or was interrupted; more
+processes that wait than free slots; a wait for an import after `stop`.
+"""
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +44,8 @@ _GOODBYE = timedelta(seconds=5)
 _WHAT_WAS_CUT = "handlers of atexit, or the trainable's cleanup, did not run to their end"
 _BEGINS = timedelta(seconds=60)  # a fork begins in milliseconds, unless a lock that it has inherited stays locked
 _FIRST_REPORT = timedelta(minutes=10)
+_IDLE = timedelta(seconds=30)
+"""How long a pool outlives its last attempt: the scheduler may send the search's next one to this worker."""
 _NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
 
 
@@ -120,7 +132,7 @@ class TrialProcessPool:
         with self._using():
             child = self._waiting_child(kind)
             borrowed = _Borrowed(child or self.new_child(kind, log, stop), log)
-            request = _Request(start.model_copy(update=self._ways_to_wait(kind)), log, kind, stop)
+            request = _Request(start.model_copy(update={"waits": self._slots > 0}), log, kind, stop)
             channel = _PooledChannel(self, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()
@@ -132,10 +144,6 @@ class TrialProcessPool:
                 channel.close()
         if not channel.keeps:
             self._expect(kind)
-
-    def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
-        waits = self._slots > 0
-        return {"waits": waits, "kept": self._forks.kept(kind) if waits else "never"}
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -325,14 +333,14 @@ class _Borrowed:
 
 
 class _PooledChannel(TrialChannel):
-    """The channel of an attempt in a pooled process; a reused process that cannot serve it is replaced."""
+    """The channel of an attempt in a pooled process; a kept process that cannot serve it is replaced."""
 
     def __init__(self, pool: TrialProcessPool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
         super().__init__(borrowed.child.connection, borrowed)
         self._pool = pool
         self._request = request
         self._borrowed = borrowed
-        self._is_on_trial = has_served  # until the reused process has reported a step, asked or ended
+        self._is_on_trial = has_served  # until the kept process has reported a step, asked or ended
         self._sent: list[ToTrial] = []  # messages up to then or to its begin, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
@@ -366,7 +374,7 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace()
             return None
-        if self._is_on_trial and isinstance(message, Broke) and self._request.start.kept != "never":
+        if self._is_on_trial and isinstance(message, Broke):
             self._replace(f"failed before its first report ({message.message})")
             return None
         self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
@@ -419,3 +427,58 @@ class _PooledChannel(TrialChannel):
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin(has_deadline=has_deadline)
+
+
+# ------------------------------------------------------------------------------------------ the pools of a worker
+
+
+class _SharedPool:
+    def __init__(self, reuse: Reuse) -> None:
+        self.pool = TrialProcessPool(slots=None, reuse=reuse)
+        self.user_count = 0
+        self.end: threading.Timer | None = None
+
+
+_guard = threading.Lock()
+_pools: dict[Hashable, _SharedPool] = {}
+
+
+@contextmanager
+def worker_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
+    """Yield the pool of a run of a search in this process. It stays for 30 s after its last attempt.
+
+    Idle pools of other searches are closed at once, since their processes may hold memory of a GPU.
+    """
+    with _guard:
+        others = [_pools.pop(key) for key, each in [*_pools.items()] if key != search and not each.user_count]
+    for each in others:
+        each.pool.close()
+    with _guard:
+        shared = _pools.setdefault(search, _SharedPool(reuse))
+        shared.user_count += 1
+        if shared.end is not None:
+            shared.end.cancel()
+    try:
+        yield shared.pool
+    finally:
+        with _guard:
+            shared.user_count -= 1
+            if not shared.user_count:
+                shared.end = threading.Timer(_IDLE.total_seconds(), _close_if_idle, (search, shared))
+                shared.end.daemon = True
+                shared.end.start()
+
+
+def _close_if_idle(search: Hashable, shared: _SharedPool) -> None:
+    with _guard:
+        if shared.user_count or _pools.get(search) is not shared:
+            return
+        del _pools[search]
+    shared.pool.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the pools when the worker exits: they remove their temporary directories."""
+    while _pools:
+        _pools.popitem()[1].pool.close()

@@ -6,8 +6,25 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect_tune.runtime.processes.process_reset import READ_ONCE
-
+# Libraries read these variables once: when they are imported, or when they first compute.
+READ_ONCE = (
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HABANA_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "HIP_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VISIBLE_CORES",
+    "OMP_NUM_THREADS",
+    "ONEAPI_DEVICE_SELECTOR",
+    "OPENBLAS_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
 # The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 

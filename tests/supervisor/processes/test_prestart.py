@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.supervisor.processes.prestarted_pool import prestarting, process_pool
+from prefect_tune.executors.prestart import prestarting, process_pool
 from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, metrics_of, nothing_left
 from tests.supervisor.processes.modules import Module
@@ -48,7 +48,7 @@ def test_it_serves_one_search(module: Module, recorder: LogRecorder) -> None:
             assert len(module.imports) == imports
 
 
-@pytest.mark.parametrize(("slots", "reuse"), [(3, "auto"), (2, "keep")])
+@pytest.mark.parametrize(("slots", "reuse"), [(3, "auto"), (2, "never")])
 def test_one_that_does_not_fit_has_ended_before_the_search_trains(
     module: Module, recorder: LogRecorder, ours: Family, slots: int, reuse: Reuse
 ) -> None:
