@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import re
 from inspect import getdoc
-from typing import get_args
+from typing import Any, get_args
 
-from prefect_tune.core.journal_events.experiment_events import Event
-from prefect_tune.core.notifications import prefect_events
-from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
+from prefect_tune.core.journal_events.experiment_events import Event, TrialEvent
+from prefect_tune.core.notifications.prefect_events import NOT_EMITTED, ExperimentEvent
+from prefect_tune.monitoring.event_builder import URGENT
+
+KINDS = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}
+TYPES = {name: kind.model_fields["type"].default for name, kind in KINDS.items()}
 
 
 def events_table() -> str:
-    rows = ["| event | when | it says |", "|---|---|---|"]
-    for kind in vars(prefect_events).values():
-        if isinstance(kind, type) and issubclass(kind, LifecycleEvent) and "name" in vars(kind):
-            fields = ", ".join(f"`{name}`" for name in kind.model_fields)
-            name = (
-                f"`{kind.name}`" if not issubclass(kind, TrialLifecycleEvent) or kind.is_urgent else f"`{kind.name}` *"
-            )
-            rows.append(f"| {name} | {' '.join(str(kind.__doc__).split())} | {fields} |")
+    """Return the table of the page on events: those with names of their own, then those of the journal."""
+    rows = ["| event | when | fields |", "|---|---|---|"]
+    rows += [f"| `{kind.name}` | {_meaning(kind)} | {_fields(kind)} |" for kind in ExperimentEvent.__subclasses__()]
+    for name, kind in KINDS.items():
+        if TYPES[name] not in NOT_EMITTED:
+            is_limited = issubclass(kind, TrialEvent) and kind not in get_args(URGENT)
+            rows.append(f"| `prefect-tune.{TYPES[name]}`{' *' * is_limited} | {_meaning(kind)} | {_fields(kind)} |")
     return "\n".join(rows)
 
 
 def journal_events_table() -> str:
     """Return the table of the page on the storage layout: the types of all events, and what each means."""
-    kinds = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}
-    types = {name: kind.model_fields["type"].default for name, kind in kinds.items()}
     rows = ["| event | meaning |", "|---|---|"]
-    for name, kind in kinds.items():
-        first = " ".join(str(getdoc(kind)).partition("\n\n")[0].split())
-        meaning = re.sub(r"`([A-Z]\w+)`", lambda found: f"`{types[found[1]]}`", first)
-        rows.append(f"| `{types[name]}` | {meaning} |")
+    rows += [f"| `{TYPES[name]}` | {_meaning(kind)} |" for name, kind in KINDS.items()]
     return "\n".join(rows)
+
+
+def _meaning(kind: Any) -> str:
+    first = " ".join(str(getdoc(kind)).partition("\n\n")[0].split())
+    return re.sub(r"`([A-Z]\w+)`", lambda found: f"`{TYPES[found[1]]}`", first)
+
+
+def _fields(kind: Any) -> str:
+    return ", ".join(f"`{name}`" for name in kind.model_fields if name != "type")

@@ -22,6 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Event,
+    Extended,
     Finished,
     ForkBegun,
     ForkOrigin,
@@ -34,7 +35,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import Digest, StepReport
-from prefect_tune.core.notifications.health import Budget
+from prefect_tune.core.notifications.health import Allowance, Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as emitter_module
@@ -86,8 +87,8 @@ class Story:
         self.built += built
         return built
 
-    def ends(self, reason: str = "") -> list[PrefectEvent]:
-        return list(self.builder.end_events(None, self.state, reason))
+    def ends(self) -> list[PrefectEvent]:
+        return list(self.builder.end_events("finished", self.state))
 
 
 def names(notices: list[PrefectEvent]) -> list[str]:
@@ -127,18 +128,20 @@ def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_s
     story = Story(EventContext(ExperimentAddress("file:///my%20runs", "first"), objective_of("loss", "min")))
     assert asset_of(ExperimentAddress("file:///my%20runs", "first").best) is None
     built = names(story.goes(*begun("00000"), step("00000", 2, 0.5, at=1)))
-    assert built == ["trial.started", "checkpoint.committed", "experiment.best-improved"]
+    assert built == ["started", "committed", "experiment.best"]
 
 
 def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
     saved, made, best, known, model = Story().goes(*begun("00000"), step("00000", 2, 0.5, at=1))[1:]
     key = "s3://bucket/runs/first/trials/00000/checkpoints"
-    assert (saved.event, upstream(saved)) == ("prefect-tune.checkpoint.committed", [key])
+    assert (saved.event, upstream(saved)) == ("prefect-tune.committed", [key])
     assert (made.event, made.resource["prefect.resource.id"]) == ("prefect.asset.materialization.succeeded", key)
     assert made.payload["metrics"] == {"loss": 0.5}
     assert made.payload["manifest"] == "first/trials/00000/checkpoints/0000000001-0000000002/manifest.json"
     assert made.related[-1] == {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
-    assert (best.event, best.resource) == ("prefect-tune.experiment.best-improved", PLACE.resource)
+    assert best.event == "prefect-tune.experiment.best"
+    assert best.resource == {**PLACE.resource, "prefect-tune.trial": "00000"}
+    assert best.related == [{**PLACE.trial_resource("00000"), "prefect.resource.role": "trial"}]
     assert (known.event, known.resource["prefect.resource.id"]) == ("prefect.asset.referenced", key)
     assert (model.resource["prefect.resource.id"], upstream(model)) == ("s3://bucket/runs/first/best", [key])
 
@@ -152,7 +155,7 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
     clone = Cloned(trial="00001", checkpoint=copy, source=source, config={}, reason="worse")
     built = story.goes(ended, entry("00001", 3, clone))
     of_00000 = "s3://bucket/runs/first/trials/00000/checkpoints"
-    assert names(built) == ["trial.paused", "trial.exploited", "prefect.asset.materialization.succeeded"]
+    assert names(built) == ["paused", "cloned", "prefect.asset.materialization.succeeded"]
     assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
     again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
     made = story.goes(entry("00001", 4, again), step("00001", 10, 0.9, at=2).model_copy(update={"number": 5}))
@@ -183,14 +186,15 @@ def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_th
     story = Story()
     story.goes(*begun("00000"), step("00000", 2, 0.5, at=1))
     built = story.goes(step("00000", 3, 0.4, at=2), step("00000", 4, 0.3, at=3))
-    assert "experiment.best-improved" not in names(built)
+    assert "experiment.best" not in names(built)
     assert list(story.builder.due_events(29.0)) == []
     better, *_ = story.builder.due_events(30.0)
     assert better.payload["step"] == 3
     story.goes(step("00000", 5, 0.2, at=4))
     last, *_, finished = story.ends()
-    assert (last.event, last.payload["step"]) == ("prefect-tune.experiment.best-improved", 4)
+    assert (last.event, last.payload["step"]) == ("prefect-tune.experiment.best", 4)
     assert (finished.payload["best"], finished.payload["trials"]) == ("00000", {"running": 1})
+    assert (finished.payload["end"], finished.resource["prefect-tune.end"]) == ("finished", "finished")
 
 
 def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_not() -> None:
@@ -199,27 +203,37 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
         story.goes(*begun(f"{number:05d}"))
     assert len(story.built) == 100
     died = AttemptEnded(trial="00000", cause=Cause.USER, message="no")
-    assert names(story.goes(entry("00000", 2, died))) == ["trial.attempt-ended"]
+    assert names(story.goes(entry("00000", 2, died))) == ["attempt-ended"]
     story.now = 1.0
     built = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
     assert len(built) == 5
-    assert story.ends()[-1].payload["untold"] == 215
+    assert story.ends()[-1].payload["dropped"] == 215
 
 
 def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_another_runs_is_not() -> None:
     events = [*begun("00000"), step("00000", 2, 0.5, at=1)]
     first, again = (Story().goes(*events) for _ in range(2))
     other = Story(EventContext(PLACE, run=UUID(int=8))).goes(*events)
-    own = [each.identity for each in first if each.event.startswith("prefect-tune.trial")]
+    own = [each.identity for each in first if each.event in {"prefect-tune.started", "prefect-tune.committed"}]
+    assert len(own) == 2
     assert None not in own
-    assert own == [each.identity for each in again if each.event.startswith("prefect-tune.trial")]
+    assert set(own) <= {each.identity for each in again}
     assert not {each.identity for each in other} & set(own)
+
+
+def test_an_event_about_the_whole_experiment_has_its_resource_and_is_not_limited() -> None:
+    story = Story()
+    story.builder._allowance = Allowance(0, 0)
+    (extended,) = story.goes(Extended(run="r", samples=2))
+    assert (extended.event, extended.resource) == ("prefect-tune.extended", PLACE.resource)
+    (asked,) = story.goes(StopAsked(reason="enough"))
+    assert (asked.event, asked.payload["reason"]) == ("prefect-tune.stop-asked", "enough")
 
 
 def test_what_goes_on_for_too_long_is_reported() -> None:
     story = Story(EventContext(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
     story.goes(*begun("00000"))
-    assert names(list(story.builder.due_events(31 * 60.0))) == ["trial.stale"]
+    assert names(list(story.builder.due_events(31 * 60.0))) == ["experiment.stalled"]
     story.builder.health.reported("00000", 1, 32 * 60.0)
     assert names(list(story.builder.due_events(36 * 60.0))) == ["experiment.lag"]
     story.goes(step("00000", 2, 0.5, at=1), entry("00000", 3, Finished(trial="00000", reason="done")))
@@ -239,7 +253,7 @@ def test_steps_that_the_experiments_own_journal_holds_do_not_lag() -> None:
 def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
     earlier = Story()
     earlier.goes(*begun("00000"))
-    assert names(list(Story(state=earlier.state).builder.due_events(31 * 60.0))) == ["trial.stale"]
+    assert names(list(Story(state=earlier.state).builder.due_events(31 * 60.0))) == ["experiment.stalled"]
 
 
 def test_the_budgets_are_those_of_the_run_and_of_its_stoppers() -> None:
@@ -278,7 +292,7 @@ def test_a_run_that_ends_in_order_has_finished(emitter: EventEmitter, emitted: l
         play(emitter, *begun("00000"))
         emitter.reported(StepReported("00000", StepReport(step=1, metrics={}), asks=False), emitter.experiment)
         emitter.wrote(emitter.experiment)
-    assert names(emitted) == ["experiment.started", "trial.started", "experiment.finished"]
+    assert names(emitted) == ["experiment.started", "started", "experiment.ended"]
 
 
 @pytest.mark.parametrize(
@@ -291,19 +305,19 @@ def test_a_run_that_is_asked_to_end_says_why(
     stop.set()
     with emitting_events(emitter, stop):
         play(emitter, *stops)
-    assert (emitted[-1].event, emitted[-1].payload["reason"]) == ("prefect-tune.experiment.stopped", reason)
+    assert (emitted[-1].payload["end"], emitted[-1].payload["message"]) == ("stopped", reason)
 
 
 @pytest.mark.parametrize(
-    ("error", "name"),
+    ("error", "end"),
     [(Superseded("by another"), "superseded"), (ValueError("a bug"), "failed"), (KeyboardInterrupt(), "failed")],
 )
 def test_a_run_that_dies_of_an_error_says_so_and_the_error_goes_on(
-    emitter: EventEmitter, emitted: list[PrefectEvent], error: BaseException, name: str
+    emitter: EventEmitter, emitted: list[PrefectEvent], error: BaseException, end: str
 ) -> None:
     with pytest.raises(type(error)), emitting_events(emitter, threading.Event()):
         raise error
-    assert names(emitted)[-1] == f"experiment.{name}"
+    assert (names(emitted)[-1], emitted[-1].resource["prefect-tune.end"]) == ("experiment.ended", end)
     assert str(error) in str(emitted[-1].payload["message"])
 
 
@@ -315,7 +329,7 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
     emitter.opened(after_event(found.state, ended, 2))
     with emitting_events(emitter, threading.Event()):
         pass
-    assert names(emitted) == ["experiment.started", "trial.attempt-ended", "experiment.finished"]
+    assert names(emitted) == ["experiment.started", "attempt-ended", "experiment.ended"]
     assert emitted[1].payload["message"] == "its owner died"
 
 
@@ -335,7 +349,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
     caplog: pytest.LogCaptureFixture, emitted: list[PrefectEvent]
 ) -> None:
     def emit(notice: PrefectEvent) -> None:
-        if notice.event.endswith("trial.started"):
+        if notice.event.endswith("tune.started"):
             raise ValueError("too large")
         emitted.append(notice)
 
@@ -343,7 +357,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"), step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text
-    assert "checkpoint.committed" in names(emitted)
+    assert "committed" in names(emitted)
 
 
 def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(

@@ -144,14 +144,14 @@ def test_a_lost_attempt_of_a_flow_run_that_runs_again_says_when_its_process_was_
         return {each.event for each in client.read_events(EventFilter(any_resource=about_it), limit=50).events}
 
     seen: list[datetime] = []
-    for name in ("prefect-tune.trial.started", "prefect-tune.trial.restored"):
+    for name in ("prefect-tune.started", "prefect-tune.committed"):
         seen.append(datetime.now(UTC))
         emit_event(name, {"prefect.resource.id": "trial"}, occurred=seen[-1], related=about)
         until(lambda name=name: name in names(), seconds=60, what=lambda: str(names()))
     client.set_flow_run_state(flow_run, Running(), force=True)
     until(lambda: int(datetime.now(UTC).timestamp()) > int(seen[-1].timestamp()), seconds=60, what=lambda: "a second")
-    emit_event("prefect-tune.trial.finished", {"prefect.resource.id": "trial"}, related=about)  # of the new process
-    until(lambda: "prefect-tune.trial.finished" in names(), seconds=60, what=lambda: str(names()))
+    emit_event("prefect-tune.finished", {"prefect.resource.id": "trial"}, related=about)  # of the new process
+    until(lambda: "prefect-tune.finished" in names(), seconds=60, what=lambda: str(names()))
     [task_run] = (each for each in attempts(client, lost) if each.name == "my own name")
     lost = lost.model_copy(update={"task_run": str(task_run.id)})
     states_after_a_takeover(client, lost, NEXT.model_copy(update={"flow_run": str(flow_run)}))

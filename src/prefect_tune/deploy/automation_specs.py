@@ -15,13 +15,13 @@ from prefect.automations import ChangeFlowRunState, EventTrigger, Posture
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes
 
+from prefect_tune.core.journal_events.experiment_events import Quarantined
 from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
-    CheckpointCorruptFound,
-    LifecycleEvent,
     SyncLagged,
-    TrialStale,
+    TrialStalled,
+    event_name,
 )
 
 _PREFIX = "prefect-tune: "
@@ -166,11 +166,11 @@ def _tagged() -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
 
 
-def _alert(name: str, news: type[LifecycleEvent], description: str, says: str) -> AutomationSpec:
+def _alert(name: str, event: str, description: str, says: str, **labels: str) -> AutomationSpec:
     trigger = EventTrigger(
         posture=Posture.Reactive,
-        match={"prefect.resource.id": f"{_TAG}.*"},
-        expect={news.name},
+        match={"prefect.resource.id": f"{_TAG}.*", **{f"{_TAG}.{label}": value for label, value in labels.items()}},
+        expect={event},
         threshold=1,
         within=timedelta(0),
     )
@@ -203,31 +203,32 @@ def _failed() -> AutomationSpec:
 _ALERTS = (
     _alert(
         "alert on a damaged checkpoint",
-        CheckpointCorruptFound,
+        event_name(Quarantined),
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
+        kills="false",
     ),
     _alert(
         "alert on a new best trial",
-        BestImproved,
+        BestImproved.name,
         "A trial is the best so far: notify, or run a deployment that evaluates its model.",
         "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
     ),
     _alert(
         "alert on a trial without reports",
-        TrialStale,
+        TrialStalled.name,
         "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
         "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
     ),
     _alert(
         "alert on late saves",
-        SyncLagged,
+        SyncLagged.name,
         "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
         "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
     ),
     _alert(
         "alert on 80 % of a budget",
-        BudgetNearlySpent,
+        BudgetNearlySpent.name,
         "80 % of a budget is spent: time, training time or trials.",
         _SPENT,
     ),

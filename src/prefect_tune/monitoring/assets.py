@@ -12,7 +12,8 @@ from prefect.assets import Asset
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.notifications.prefect_events import BestImproved, CheckpointCommitted, TrialLifecycleEvent
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Cloned, Committed
+from prefect_tune.core.notifications.prefect_events import BestImproved, abbreviated, payload_of
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.prefect_api.asset_events import PrefectEvent, as_related, asset_of, materialized, referenced
 
@@ -88,24 +89,20 @@ class Lineage:
         self._exploited: dict[str, str] = {}
         self._known: set[str] = set()
 
-    def committed(self, news: CheckpointCommitted) -> Iterator[PrefectEvent]:
-        """Return the events of a commit."""
-        source = self._exploited.get(news.trial)
-        upstream = [self._place.checkpoints(source)] if source else []
-        yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
+    def added(self, event: Committed | Cloned, before: Trial | None, after: Trial) -> Iterator[PrefectEvent]:
+        """Return the events of a new checkpoint of a trial: a commit, or a clone of another trial's checkpoint."""
+        if isinstance(event, Cloned):
+            self._exploited[event.trial] = event.source.trial.trial
+        source = self._exploited.get(event.trial)
+        parent = newest_checkpoint(before) if before else None
+        metadata = self._metadata(event.checkpoint, parent, after) | {"exploited": source}
+        name = f"{self._place.experiment}/{event.trial}: checkpoints"
+        asset = asset_of(self._place.checkpoints(event.trial), name, _OF_A_TRIAL)
+        yield from self._made(asset, [self._place.checkpoints(source)] if source else [], metadata)
 
-    def exploited(self, trial: Trial, source: str) -> Iterator[PrefectEvent]:
-        """Return the events of a clone: a new checkpoint of `trial`, made from a checkpoint of `source`."""
-        self._exploited[trial.trial] = source
-        if (clone := newest_checkpoint(trial)) is None:
-            return
-        key = TrialKey(experiment=self._place.experiment, trial=trial.trial).checkpoint_key(clone)
-        metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
-        yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
-
-    def related(self, news: TrialLifecycleEvent) -> Sequence[Mapping[str, str]]:
-        """Return the asset of a commit, as a related resource of its event; empty for other events."""
-        asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
+    def related(self, trial: str) -> Sequence[Mapping[str, str]]:
+        """Return the asset of a trial's checkpoints, as a related resource of a commit."""
+        asset = asset_of(self._place.checkpoints(trial))
         return [as_related(asset)] if asset else []
 
     def best(self, news: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
@@ -119,13 +116,20 @@ class Lineage:
         origin = experiment.origin.experiment if experiment.origin else None
         forked = [self._place.beside(origin).best] if origin else []
         upstream = [*forked, *(f"{each}/best" for each in teachers)]
-        metadata = {**news.payload(), "warm_start": teachers, "forked_from": origin}
+        metadata = {**payload_of(news), "warm_start": teachers, "forked_from": origin}
         best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
         yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
 
-    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[PrefectEvent]:
-        name = f"{self._place.experiment}/{trial}: checkpoints"
-        yield from self._made(asset_of(self._place.checkpoints(trial), name, _OF_A_TRIAL), upstream, metadata)
+    def _metadata(self, checkpoint: CheckpointRef, parent: CheckpointRef | None, trial: Trial) -> dict[str, object]:
+        folder = TrialKey(experiment=self._place.experiment, trial=trial.trial)
+        known = checkpoint.model_dump(mode="json", include={"step", "sequence", "metrics", "size_bytes"})
+        return {
+            "trial": trial.trial,
+            "attempt": trial.attempt,
+            **{name: abbreviated(value) for name, value in known.items()},
+            "manifest": folder.checkpoint_key(checkpoint).manifest_path,
+            "parent": folder.checkpoint_key(parent).name if parent else None,
+        }
 
     def _made(
         self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal, TypeAlias
 from uuid import UUID, uuid5
 
 from prefect_tune.core.experiment.experiment import Experiment
@@ -14,30 +15,32 @@ from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
+    AttemptEnded,
+    Cloned,
+    Committed,
     Event,
+    ExternallyQuarantined,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Questioned,
     Reported,
-    StopAsked,
-    TrialAdded,
+    Started,
+    TrialEvent,
     events_in,
 )
 from prefect_tune.core.notifications.best_model import BestSoFar
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
 from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
-    CheckpointCommitted,
-    ExperimentFinished,
+    ExperimentEnded,
+    ExperimentEvent,
     ExperimentStarted,
-    ExperimentStopped,
-    LifecycleEvent,
-    TrialAttemptEnded,
-    TrialErrored,
-    TrialExploited,
-    TrialFinished,
-    TrialLifecycleEvent,
-    TrialPaused,
-    TrialRestored,
-    TrialStarted,
-    lifecycle_events_of,
+    emitted_in,
+    event_name,
+    labels_of,
+    payload_of,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
@@ -46,6 +49,9 @@ from prefect_tune.prefect_api.asset_events import PrefectEvent
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
 _BEYOND_A_SYNC_SECONDS = 120.0
+URGENT = AttemptEnded | GaveUp | Quarantined | ExternallyQuarantined | Questioned
+"""Events of trials that are emitted even when the rate limit is reached."""
+End: TypeAlias = Literal["finished", "stopped", "superseded", "failed"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class EventBuilder:
     """Returns the Prefect events of each change. Not thread-safe; `now` is in seconds of a monotonic clock.
 
     Events of trials are limited to bursts of 100 and 5 a second on average; those beyond are counted and dropped.
-    Urgent events and events of the experiment are never dropped.
+    `URGENT` ones and events of the experiment are never dropped.
     """
 
     def __init__(self, context: EventContext, experiment: Experiment, now: float) -> None:
@@ -91,79 +97,69 @@ class EventBuilder:
 
     def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the event of the start of a run."""
-        yield self._event(ExperimentStarted(term=experiment.epoch, trials=counted(experiment)))
+        yield self._named(ExperimentStarted(term=experiment.epoch, trials=counted(experiment)))
 
     def events_of(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
         """Return the Prefect events of a journal event, from the states before and after it."""
         name = getattr(event, "trial", None)
-        if name is None or isinstance(event, StopAsked | TrialAdded):
-            return
-        was, trial = before.trials.get(name), after.trial(name)
-        self._count(was, trial)
-        for index, lifecycle in enumerate(lifecycle_events_of(event, after.name, was, trial)):
-            self._track_health(lifecycle, trial, now)
-            if lifecycle.is_urgent or self._allowance.take(_cost(lifecycle), now):
-                yield self._event(lifecycle, self._id_of(event, index))
-                yield from self._asset_events(lifecycle, trial)
+        was, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
+        if trial is not None:
+            self._count(was, trial)
+        for index, each in enumerate(emitted_in(event, was)):
+            if trial is not None:
+                self._track_health(each, trial, now)
+                self._compare(each, trial, after)
+            is_limited = isinstance(each, TrialEvent) and not isinstance(each, URGENT)
+            if not is_limited or self._allowance.take(_cost(each), now):
+                yield self._journaled(each, trial, self._id_of(event, index))
+                if trial is not None and isinstance(each, Committed | Cloned):
+                    yield from self._lineage.added(each, was, trial)
             else:
                 self._dropped_count += 1
-            self._compare(lifecycle, trial, after)
-        if any(isinstance(each, Reported) for each in events_in(event)):
-            self.health.journaled(name, trial.step)
+        if trial is not None and any(isinstance(each, Reported) for each in events_in(event)):
+            self.health.journaled(trial.trial, trial.step)
         yield from self._best_events(now)
 
     def due_events(self, now: float) -> Iterator[PrefectEvent]:
         """Return the health events that are due by now, and a new best model if it is due."""
-        for lifecycle in self.health.look(now, self._trained_seconds, self._ended):
-            yield self._event(lifecycle)
+        for each in self.health.look(now, self._trained_seconds, self._ended):
+            yield self._named(each)
         yield from self._best_events(now)
 
-    def end_events(self, ending: LifecycleEvent | None, experiment: Experiment, reason: str) -> Iterator[PrefectEvent]:
+    def end_events(self, end: End, experiment: Experiment, message: str = "") -> Iterator[PrefectEvent]:
         """Return the last events: a best model that is not yet emitted, and how the run ended.
 
         Args:
-            ending: the event of a run that failed or was superseded; else None.
+            end: how the run ended.
             experiment: its present state.
-            reason: why the run ended early; empty if it completed.
+            message: why the run ended early; empty if the experiment is finished.
         """
         yield from self._best_events(None)
-        counts = counted(experiment)
-        if ending is not None:
-            yield self._event(ending)
-        elif reason:
-            yield self._event(ExperimentStopped(reason=reason, trials=counts, untold=self._dropped_count))
-        else:
-            yield self._event(ExperimentFinished(trials=counts, best=self._best.trial, untold=self._dropped_count))
+        trials, best = counted(experiment), self._best.trial
+        yield self._named(
+            ExperimentEnded(end=end, message=message, trials=trials, best=best, dropped=self._dropped_count)
+        )
 
     def _count(self, before: Trial | None, after: Trial) -> None:
         self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
         self._ended += (after.phase in ENDED) - (before is not None and before.phase in ENDED)
 
-    def _track_health(self, lifecycle: TrialLifecycleEvent, trial: Trial, now: float) -> None:
-        match lifecycle:
-            case TrialStarted() | TrialRestored():
+    def _track_health(self, event: Event, trial: Trial, now: float) -> None:
+        match event:
+            case Started():
                 self.health.started(trial.trial, trial.step, now)
-            case TrialAttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
+            case AttemptEnded() | GaveUp() | Finished() | Paused():
                 self.health.ended(trial.trial)
-            case CheckpointCommitted():
+            case Committed():
                 self.health.committed(trial.trial, now)
             case _:
                 pass
 
-    def _asset_events(self, lifecycle: TrialLifecycleEvent, trial: Trial) -> Iterator[PrefectEvent]:
-        match lifecycle:
-            case CheckpointCommitted():
-                yield from self._lineage.committed(lifecycle)
-            case TrialExploited(source=source):
-                yield from self._lineage.exploited(trial, source)
-            case _:
-                pass
-
-    def _compare(self, lifecycle: TrialLifecycleEvent, trial: Trial, experiment: Experiment) -> None:
-        match lifecycle:
-            case CheckpointCommitted():
+    def _compare(self, event: Event, trial: Trial, experiment: Experiment) -> None:
+        match event:
+            case Committed():
                 better = self._best.committed(trial)
-            case TrialFinished():
+            case Finished():
                 better = self._best.ended(trial)
             case _:
                 return
@@ -174,17 +170,28 @@ class EventBuilder:
         """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
         if self._pending_best is None or (now is not None and now - self._best_emitted_at < _BEST_EVERY_SECONDS):
             return
-        lifecycle, experiment = self._pending_best
+        better, experiment = self._pending_best
         self._pending_best, self._best_emitted_at = None, self._best_emitted_at if now is None else now
-        yield self._event(lifecycle)
-        yield from self._lineage.best(lifecycle, experiment)
+        yield self._named(better)
+        yield from self._lineage.best(better, experiment)
 
-    def _event(self, lifecycle: LifecycleEvent, identity: UUID | None = None) -> PrefectEvent:
-        payload = {"target": self._place.target, "experiment": self._place.experiment, **lifecycle.payload()}
-        if not isinstance(lifecycle, TrialLifecycleEvent):
-            return PrefectEvent(lifecycle.name, self._place.resource, payload=payload)
-        related = [self._place.related, *self._lineage.related(lifecycle)]
-        return PrefectEvent(lifecycle.name, self._place.trial_resource(lifecycle.trial), related, payload, identity)
+    def _named(self, event: ExperimentEvent) -> PrefectEvent:
+        payload = self._payload(event, None)
+        trial = payload.get("trial")
+        related = [{**self._place.trial_resource(str(trial)), "prefect.resource.role": "trial"}] if trial else []
+        return PrefectEvent(event.name, {**self._place.resource, **labels_of(payload)}, related, payload)
+
+    def _journaled(self, event: Event, trial: Trial | None, identity: UUID | None) -> PrefectEvent:
+        payload = self._payload(event, trial)
+        if trial is None:
+            resource, related = self._place.resource, []
+        else:
+            asset = self._lineage.related(trial.trial) if isinstance(event, Committed) else []
+            resource, related = self._place.trial_resource(trial.trial), [self._place.related, *asset]
+        return PrefectEvent(event_name(type(event)), {**resource, **labels_of(payload)}, related, payload, identity)
+
+    def _payload(self, event: Event | ExperimentEvent, trial: Trial | None) -> dict[str, object]:
+        return {"target": self._place.target, "experiment": self._place.experiment, **payload_of(event, trial)}
 
     def _id_of(self, event: Event, index: int) -> UUID | None:
         """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
@@ -209,6 +216,6 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
     return [*found, *([] if most is None else [Budget("trials", most)])]
 
 
-def _cost(lifecycle: TrialLifecycleEvent) -> int:
+def _cost(event: Event) -> int:
     """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
-    return 2 if isinstance(lifecycle, CheckpointCommitted | TrialExploited) else 1
+    return 2 if isinstance(event, Committed | Cloned) else 1

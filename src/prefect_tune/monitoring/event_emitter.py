@@ -26,13 +26,7 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event
-from prefect_tune.core.notifications.prefect_events import (
-    ExperimentFailed,
-    ExperimentSuperseded,
-    LifecycleEvent,
-    short,
-)
-from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
+from prefect_tune.monitoring.event_builder import End, EventBuilder, EventContext
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.asset_events import PrefectEvent
 from prefect_tune.supervisor.processes.process_output import Log
@@ -67,8 +61,8 @@ class _Happened:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    ending: LifecycleEvent | None
-    reason: str
+    end: End
+    message: str
 
 
 class EventEmitter(SearchObserver):
@@ -118,9 +112,9 @@ class EventEmitter(SearchObserver):
         del experiment
         self._builder.health.wrote()
 
-    def end(self, ending: LifecycleEvent | None, reason: str) -> None:
+    def end(self, end: End, message: str = "") -> None:
         """Emit the queued events and the final one; give up after 5 s."""
-        self._items.put(_End(ending, reason))
+        self._items.put(_End(end, message))
         self._thread.join(_PATIENCE.total_seconds())
 
     def _put(self, happened: _Happened) -> None:
@@ -137,8 +131,8 @@ class EventEmitter(SearchObserver):
             match item:
                 case _Happened(event=event, before=before, after=after):
                     self._emit_all(self._builder.events_of(event, before, after, now))
-                case _End(ending=ending, reason=reason):
-                    self._emit_all(self._builder.end_events(ending, self._experiment, reason))
+                case _End(end=end, message=message):
+                    self._emit_all(self._builder.end_events(end, self._experiment, message))
                     return
                 case None:
                     pass
@@ -172,13 +166,14 @@ def emitting_events(emitter: EventEmitter, stop: threading.Event) -> Iterator[Ev
     try:
         yield emitter
     except Superseded as error:
-        emitter.end(ExperimentSuperseded(message=short(str(error))), "")
+        emitter.end("superseded", str(error))
         raise
     except BaseException as error:
-        emitter.end(ExperimentFailed(message=short(f"{type(error).__name__}: {error}")), "")
+        emitter.end("failed", f"{type(error).__name__}: {error}")
         raise
     else:
-        emitter.end(None, emitter.experiment.ends or ("asked to stop" if stop.is_set() else ""))
+        reason = emitter.experiment.ends or ("asked to stop" if stop.is_set() else "")
+        emitter.end("stopped" if reason else "finished", reason)
 
 
 def this_run() -> UUID | None:

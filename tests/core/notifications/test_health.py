@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
-from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
+from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, ExperimentEvent, SyncLagged, TrialStalled
 
 T = "00000"
 MINUTE = 60.0
@@ -18,7 +18,7 @@ def health() -> HealthMonitor:
     return made
 
 
-def events_at(health: HealthMonitor, now: float) -> list[LifecycleEvent]:
+def events_at(health: HealthMonitor, now: float) -> list[ExperimentEvent]:
     return list(health.look(now))
 
 
@@ -27,7 +27,7 @@ def test_a_trial_is_stale_after_five_times_its_longest_silence_and_that_is_said_
         health.reported(T, minutes, minutes * MINUTE)
         health.journaled(T, minutes)
     assert events_at(health, 15 * MINUTE) == []
-    assert events_at(health, 17 * MINUTE) == [TrialStale(trial=T, silent_seconds=660.0)]
+    assert events_at(health, 17 * MINUTE) == [TrialStalled(trial=T, silent_seconds=660.0)]
     assert events_at(health, 18 * MINUTE) == []
     health.reported(T, 7, 19 * MINUTE)
     health.journaled(T, 7)
@@ -38,12 +38,12 @@ def test_a_trial_of_fast_steps_is_not_stale_within_five_minutes(health: HealthMo
     health.reported(T, 1, 0.1)
     health.journaled(T, 1)
     assert events_at(health, 4.9 * MINUTE) == []
-    assert events_at(health, 5.1 * MINUTE) == [TrialStale(trial=T, silent_seconds=305.9)]
+    assert events_at(health, 5.1 * MINUTE) == [TrialStalled(trial=T, silent_seconds=305.9)]
 
 
 def test_a_trial_has_half_an_hour_for_its_first_report(health: HealthMonitor) -> None:
     assert events_at(health, 29 * MINUTE) == []
-    assert events_at(health, 31 * MINUTE) == [TrialStale(trial=T, silent_seconds=1860.0)]
+    assert events_at(health, 31 * MINUTE) == [TrialStalled(trial=T, silent_seconds=1860.0)]
 
 
 def test_an_attempt_that_has_ended_is_not_looked_at(health: HealthMonitor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,6 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Event,
+    Extended,
     Finished,
     GaveUp,
     Opened,
@@ -31,10 +32,16 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.prefect_events import (
-    LifecycleEvent,
-    TrialLifecycleEvent,
-    few,
-    lifecycle_events_of,
+    LABELS,
+    NOT_EMITTED,
+    VERSION,
+    ExperimentEvent,
+    TrialStalled,
+    abbreviated,
+    emitted_in,
+    event_name,
+    labels_of,
+    payload_of,
     short,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -55,83 +62,76 @@ def committed(step: int, sequence: int, **options: Any) -> Committed:
     return Committed(trial=T, checkpoint=checkpoint, **options)
 
 
-def lifecycle_events_in(*events: Event) -> list[TrialLifecycleEvent]:
-    """All lifecycle events of these journal events, one entry each."""
-    return [news for each in walk(*events) for news in each]
-
-
-def walk(*events: Event) -> list[list[TrialLifecycleEvent]]:
+def payloads(*events: Event) -> list[dict[str, object]]:
+    """The payloads of all Prefect events of these journal events, one entry each, with their names as `name`."""
     state: Experiment = nothing_yet("first")
-    found = []
+    found: list[dict[str, object]] = []
     for event in events:
         before, state = state, after(state, [event])
-        name = getattr(event, "trial", T)
-        found.append(list(lifecycle_events_of(event, "first", before.trials.get(name), state.trial(name))))
+        emitted = emitted_in(event, before.trials.get(T))
+        found += [{"name": event_name(type(each)), **payload_of(each, state.trials.get(T))} for each in emitted]
     return found
 
 
 def names(*events: Event) -> list[str]:
-    return [each.name.removeprefix("prefect-tune.") for each in lifecycle_events_in(*events)]
+    return [str(each["name"]).removeprefix("prefect-tune.") for each in payloads(*events)]
 
 
-def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
+def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_content() -> None:
     trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
-    started, saved, finished = lifecycle_events_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
-    assert started.payload() == {"version": 3, "trial": T, "status": "running", "attempt": 1}
-    assert saved.payload() == {
-        "version": 3,
+    started, saved, finished = payloads(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
+    assert started == {
+        "name": "prefect-tune.started",
+        "version": VERSION,
         "trial": T,
         "attempt": 1,
-        "step": 2,
-        "sequence": 3,
-        "metrics": {"loss": 0.5},
-        "size_bytes": 7,
-        "manifest": "first/trials/00000/checkpoints/0000000002-0000000003/manifest.json",
-        "parent": None,
+        "from_step": 0,
+        "from_sequence": None,
     }
-    assert finished.payload() == {
-        "version": 3,
+    checkpoint = committed(2, 3).model_dump(mode="json")["checkpoint"]
+    assert saved == {
+        "name": "prefect-tune.committed",
+        "version": VERSION,
         "trial": T,
+        "checkpoint": checkpoint,
+        "retires": [],
+    }
+    assert finished == {
+        "name": "prefect-tune.finished",
+        "version": VERSION,
+        "trial": T,
+        "reason": "done",
+        "returned": False,
+        "left": False,
         "status": "completed",
+        "attempt": 1,
         "step": 2,
         "metrics": {"loss": 0.5},
-        "attempts": 1,
         "wasted_steps": 0,
         "wasted_at_least": False,
-        "reason": "done",
     }
 
 
-def test_a_commit_names_the_one_before_it_also_where_that_is_retired_in_the_same_entry() -> None:
-    saves = [reported(1), committed(1, 3), reported(2), committed(2, 5, retires=(3,))]
-    first, second = lifecycle_events_in(ADDED, STARTED, *saves)[1:]
-    assert (first.payload()["parent"], second.payload()["parent"]) == (None, "0000000001-0000000003")
-
-
-def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> None:
+def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
-    ended, restored = lifecycle_events_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    known = {"version": 3, "trial": T, "status": "interrupted", "attempt": 1, "step": 1, "cause": "machine"}
-    assert ended.payload() == {**known, "message": short(LONG)}
-    assert restored.payload() == {"version": 3, "trial": T, "status": "running", "attempt": 2, "step": 1}
+    ended, restored = payloads(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
+    assert (ended["cause"], ended["message"]) == ("machine", short(LONG))
+    assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
+    assert (restored["attempt"], restored["from_step"]) == (2, 1)
+    (errored,) = payloads(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))[1:]
+    assert (errored["name"], errored["cause"], errored["status"]) == ("prefect-tune.gave-up", "user", "errored")
 
 
-def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
+def test_what_the_search_and_the_trial_both_record_is_emitted_once() -> None:
     pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
-    twice = Absorbed(trial=T, number=1, events=(STARTED, reported(1), Paused(trial=T, reason="others")))
-    assert names(ADDED, twice, Resumed(trial=T), Resumed(trial=T)) == ["trial.started", "trial.paused", "trial.resumed"]
-    assert names(
-        ADDED, STARTED, pause, end, Requeued(trial=T, reason="more"), Requeued(trial=T, reason="continues")
-    ) == [
-        "trial.started",
-        "trial.paused",
-        "trial.finished",
-        "trial.requeued",
-    ]
+    twice = Absorbed(trial=T, number=1, events=(STARTED, reported(1), pause))
+    assert names(ADDED, twice, Resumed(trial=T), Resumed(trial=T)) == ["started", "paused", "resumed"]
+    more = [Requeued(trial=T, reason="more"), Requeued(trial=T, reason="continues")]
+    assert names(ADDED, STARTED, pause, end, *more) == ["started", "paused", "finished", "requeued"]
 
 
-def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_the_same() -> None:
+def test_events_that_cannot_follow_each_other_in_one_journal_are_emitted_once_all_the_same() -> None:
     state = after(nothing_yet("first"), [ADDED, STARTED, Finished(trial=T, reason="enough")])
     finished = state.trial(T)
     errored = after(state, [GaveUp(trial=T, cause=Cause.USER, message="no")]).trial(T)
@@ -141,57 +141,64 @@ def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_t
         (GaveUp(trial=T, cause=Cause.USER, message="no"), errored),
         (Paused(trial=T, reason="again"), paused),
     ]:
-        assert list(lifecycle_events_of(event, "first", trial, trial)) == []
+        assert list(emitted_in(event, trial)) == []
 
 
-def test_a_trial_that_is_given_up_says_why() -> None:
-    (_, errored) = lifecycle_events_in(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))
-    assert (errored.name, errored.payload()["cause"]) == ("prefect-tune.trial.errored", "user")
-    assert errored.is_urgent
+def test_an_event_of_the_whole_experiment_and_one_of_an_unknown_trial_are_emitted() -> None:
+    extended = Extended(run="r", samples=3)
+    assert list(emitted_in(extended, None)) == [extended]
+    assert list(emitted_in(committed(1, 3), None)) == [committed(1, 3)]
 
 
-@pytest.mark.parametrize(("kills", "name"), [(False, "checkpoint.corrupt"), (True, "checkpoint.quarantined")])
-def test_a_checkpoint_that_is_put_aside_is_news_with_its_step(kills: bool, name: str) -> None:
-    aside = Quarantined(trial=T, sequence=3, reason="sha differs", kills=kills)
-    assert names(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1] == name
-    assert lifecycle_events_in(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1].payload()["step"] == 1
-    assert lifecycle_events_in(ADDED, STARTED, aside)[-1].payload()["step"] is None
-
-
-def test_a_checkpoint_of_a_trial_that_nobody_knew_is_news_too() -> None:
-    state = after(nothing_yet("first"), [ADDED, STARTED, reported(1), committed(1, 3)])
-    (saved,) = lifecycle_events_of(committed(1, 3), "first", None, state.trial(T))
-    (aside,) = lifecycle_events_of(Quarantined(trial=T, sequence=3, reason="bad"), "first", None, state.trial(T))
-    assert (saved.payload()["parent"], aside.payload()["step"]) == (None, None)
-
-
-def test_a_clone_says_whose_checkpoint_it_is() -> None:
+def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
     source = CheckpointKey(trial=TrialKey(experiment="first", trial="00007"), step=4, sequence=2)
-    clone = Cloned(
-        trial=T, checkpoint=CheckpointRef(step=4, sequence=2), source=source, config={"lr": 1}, reason="worse"
-    )
-    (exploited,) = lifecycle_events_in(ADDED, clone)
-    assert exploited.payload() == {"version": 3, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
+    copy = CheckpointRef(step=4, sequence=2)
+    (cloned,) = payloads(ADDED, Cloned(trial=T, checkpoint=copy, source=source, config={"lr": 1}, reason="worse"))
+    assert cloned["source"] == {"trial": {"experiment": "first", "trial": "00007"}, "step": 4, "sequence": 2}
+    assert (cloned["config"], cloned["reason"]) == ({"lr": 1}, "worse")
 
 
-def test_reports_and_what_only_the_journal_needs_are_no_news() -> None:
+def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
     opened = Opened(experiment="first", trial=T, epoch=1, owner=Owner(name="a", host="b", pid=1))
     absorbed = Absorbed(trial=T, number=1, events=(opened, ADDED, STARTED, *(reported(step) for step in range(1, 99))))
-    assert names(ADDED, absorbed) == ["trial.started"]
+    assert names(ADDED, absorbed) == ["started"]
+    types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
+    assert types > NOT_EMITTED
 
 
-def test_texts_and_metrics_are_short_and_all_is_json() -> None:
-    metrics = few({f"m{number}": number for number in range(50)} | {"text": LONG})
-    assert list(metrics) == [f"m{number}" for number in range(20)]
-    assert few({"text": LONG})["text"] == short(LONG) == "x" * 499 + "…"
-    assert json.dumps(dict(metrics))
+def test_texts_and_tables_are_short_and_all_is_json() -> None:
+    metrics = {f"m{number}": number for number in range(50)}
+    report = {"text": LONG, "metrics": {**metrics}, "list": list(range(50)), "yes": True, "none": None}
+    cut = abbreviated(report)
+    assert cut == {
+        "text": "x" * 499 + "…",
+        "metrics": {f"m{number}": number for number in range(20)},
+        "list": list(range(20)),
+        "yes": True,
+        "none": None,
+    }
+    assert json.dumps(cut)
 
 
-def test_no_two_kinds_have_one_name() -> None:
-    kinds = [kind for kind in every(LifecycleEvent) if "name" in vars(kind)]
-    assert len({kind.name for kind in kinds}) == len(kinds) == 21
-    assert all(kind.name.startswith("prefect-tune.") and kind.__doc__ for kind in kinds)
+@pytest.mark.parametrize(
+    ("event", "labels"),
+    [
+        (Quarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "kills": "false"}),
+        (Quarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
+        (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, message="m"), {"trial": T, "cause": "out-of-memory"}),
+        (TrialStalled(trial=T, silent_seconds=1.0), {"trial": T}),
+        (Extended(run="r", samples=3), {}),
+    ],
+)
+def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent, labels: dict[str, str]) -> None:
+    assert labels_of(payload_of(event)) == {f"prefect-tune.{name}": value for name, value in labels.items()}
 
 
-def every(kind: type[LifecycleEvent]) -> list[type[LifecycleEvent]]:
-    return [found for each in kind.__subclasses__() for found in (each, *every(each))]
+def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
+    journaled = [kind for kind in get_args(get_args(Event)[0]) if kind.model_fields["type"].default not in NOT_EMITTED]
+    named = ExperimentEvent.__subclasses__()
+    every = [*(kind.name for kind in named), *map(event_name, journaled)]
+    assert len(set(every)) == len(every) == 6 + len(journaled)
+    assert all(name.startswith("prefect-tune.") for name in every)
+    fields = {"status"}.union(*(kind.model_fields for kind in (*named, *journaled)))
+    assert fields >= set(LABELS)

@@ -22,6 +22,7 @@ from prefect import flow
 from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events.schemas.events import Resource
 from prefect.server.utilities.user_templates import render_user_template_sync, validate_user_template
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -29,6 +30,8 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal_events.experiment_events import Quarantined
+from prefect_tune.core.notifications.prefect_events import labels_of, payload_of
 from prefect_tune.deploy.apply_automations import automation_names, install_automations, uninstall_automations
 from prefect_tune.deploy.automation_specs import shipped
 from prefect_tune.prefect_api.local_server import start_prefect_server
@@ -70,7 +73,7 @@ class TestInstalled:
     """The automations on the server after `install_automations`."""
 
     def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
-        trigger = EventTrigger(expect={"prefect-tune.trial.finished"}, posture="Reactive", threshold=1)
+        trigger = EventTrigger(expect={"prefect-tune.finished"}, posture="Reactive", threshold=1)
         own = Automation(name="prefect-tune: the user's own", trigger=trigger, actions=[DoNothing()]).create()
         before = found()
         assert install_automations() == automation_names()
@@ -163,7 +166,7 @@ class TestInstalled:
             old: Any = Automation.read(name=name)
             former = shipped(timedelta(seconds=90))[name].former_text
             old.actions = [old.actions[0].model_copy(update={"body": former})]
-            old.trigger = EventTrigger(expect={"prefect-tune.experiment.failed"}, posture="Reactive", threshold=1)
+            old.trigger = EventTrigger(expect={"prefect-tune.experiment.stopped"}, posture="Reactive", threshold=1)
             old.update()
         mine: Any = Automation.read(name=CORRUPT)
         mine.actions = [mine.actions[0].model_copy(update={"body": "look"})]
@@ -213,6 +216,14 @@ def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_i
     assert silent.trigger.expect >= {"prefect.flow-run.heartbeat", "prefect.flow-run.Suspended"}
 
 
+def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not() -> None:
+    trigger = shipped(timedelta(seconds=90))[CORRUPT].trigger
+    for kills in (False, True):
+        event = Quarantined(trial="00000", sequence=3, reason="it is bad", kills=kills)
+        resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **labels_of(payload_of(event))}
+        assert trigger.match.matches(Resource(resource)) is not kills
+
+
 # ------------------------------------------------------------------------------------------------------- firing
 
 
@@ -236,9 +247,9 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
 
         corrupt = Feed(clean, f"{target.uri}/alone").until(
-            lambda events: any(each["event"] == "prefect-tune.checkpoint.corrupt" for each in events), "prefect-tune."
+            lambda events: any(each["event"] == "prefect-tune.quarantined" for each in events), "prefect-tune."
         )
-        assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint.corrupt") == 1
+        assert [each["event"] for each in corrupt].count("prefect-tune.quarantined") == 1
         automation = found()[CORRUPT]["id"]
         Feed(clean, automation).until(len, "prefect.automation.action.executed")
         until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")

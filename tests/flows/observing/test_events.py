@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.notifications import prefect_events
-from prefect_tune.core.notifications.prefect_events import LifecycleEvent, TrialLifecycleEvent
+from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.notifications.prefect_events import VERSION, ExperimentEvent, event_name
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 
 Events = Sequence[dict[str, Any]]
-FINISHED = "prefect-tune.experiment.finished"
+ENDED = "prefect-tune.experiment.ended"
 MADE = "prefect.asset.materialization.succeeded"
-KINDS: Mapping[str, Any] = {
-    vars(kind)["name"]: kind
-    for kind in vars(prefect_events).values()
-    if isinstance(kind, type) and hasattr(kind, "is_urgent") and "name" in vars(kind)
-}
+NAMED: Mapping[str, Any] = {kind.name: kind for kind in ExperimentEvent.__subclasses__()}
+JOURNALED: Mapping[str, Any] = {event_name(kind): kind for kind in get_args(get_args(Event)[0])}
 
 
 def names(events: Events) -> Counter[str]:
@@ -32,7 +29,7 @@ def names(events: Events) -> Counter[str]:
 
 
 def finished(times: int) -> Any:
-    return lambda events: [each["event"] for each in events].count(FINISHED) == times
+    return lambda events: [each["event"] for each in events].count(ENDED) == times
 
 
 @pytest.fixture(scope="module")
@@ -64,34 +61,42 @@ def runs(prefect_server: str, target: LocalTarget) -> Sequence[Events]:
 
 def test_each_thing_that_happened_is_told_once(runs: Sequence[Events]) -> None:
     counts = names(runs[0])
-    better, known = counts.pop("experiment.best-improved"), counts.pop("prefect.asset.referenced")
+    better, known = counts.pop("experiment.best"), counts.pop("prefect.asset.referenced")
     assert counts == {
         "experiment.started": 1,
-        "trial.started": 3,
-        "trial.attempt-ended": 2,
-        "trial.restored": 1,
-        "trial.errored": 1,
-        "trial.finished": 2,
-        "checkpoint.committed": 5,
+        "started": 4,
+        "attempt-ended": 2,
+        "gave-up": 1,
+        "finished": 2,
+        "committed": 5,
         MADE: 5 + better,
-        "experiment.finished": 1,
+        "experiment.ended": 1,
     }
     assert 1 <= known <= better <= 2  # the first at once, the next after half a minute or at the end
 
 
 def test_a_run_that_goes_on_tells_nothing_that_was_there_before(runs: Sequence[Events]) -> None:
-    assert names(runs[1]) == {"experiment.started": 1, "experiment.finished": 1}
+    assert names(runs[1]) == {"experiment.started": 1, "experiment.ended": 1}
     assert [each["payload"]["term"] for events in runs for each in events if "term" in each["payload"]] == [1, 2]
 
 
 def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTarget) -> None:
-    ours = [each for events in runs for each in events if each["event"] in KINDS]
-    assert len({each["event"] for each in ours}) >= 9
+    kinds = {**NAMED, **JOURNALED}
+    ours = [each for events in runs for each in events if each["event"] in kinds]
+    assert len({each["event"] for each in ours}) >= 8
     for each in ours:
-        said = dict(each["payload"])
+        said, kind = dict(each["payload"]), kinds[each["event"]]
         where = {name: said.pop(name) for name in ("version", "target", "experiment")}
-        assert where == {"version": prefect_events.VERSION, "target": target.uri, "experiment": "searched"}
-        assert KINDS[each["event"]].model_validate(said)
+        assert where == {"version": VERSION, "target": target.uri, "experiment": "searched"}
+        assert kind.model_validate({name: value for name, value in said.items() if name in kind.model_fields})
+        assert said.keys() - kind.model_fields <= {
+            "status",
+            "attempt",
+            "step",
+            "metrics",
+            "wasted_steps",
+            "wasted_at_least",
+        }
 
 
 def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
@@ -101,12 +106,11 @@ def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
     for each in runs[0]:
         related = {role["prefect.resource.role"]: role["prefect.resource.id"] for role in each["related"]}
         assert related["flow-run"].startswith("prefect.flow-run.")
-        kind = KINDS.get(each["event"], LifecycleEvent)
-        if issubclass(kind, TrialLifecycleEvent):
+        if each["event"] in JOURNALED:
             name = f"{target.uri}/searched/{each['payload']['trial']}"
             assert each["resource"]["prefect.resource.id"] == f"prefect-tune.trial.{name}"
             assert related["experiment"] == experiment
-        elif each["event"] in KINDS:
+        elif each["event"] in NAMED:
             assert each["resource"]["prefect.resource.id"] == experiment
 
 
@@ -144,17 +148,16 @@ def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_alread
     events = Feed(prefect_server, f"{target.uri}/alone").until(finished(3))
     assert names(events) == {
         "experiment.started": 3,
-        "trial.started": 1,
-        "trial.requeued": 2,
-        "trial.restored": 2,
-        "checkpoint.corrupt": 1,
-        "checkpoint.committed": 4,
+        "started": 3,
+        "requeued": 2,
+        "quarantined": 1,
+        "committed": 4,
         MADE: 4,
-        "trial.finished": 3,
-        "experiment.finished": 3,
+        "finished": 3,
+        "experiment.ended": 3,
     }
-    (corrupt,) = [each for each in events if each["event"] == "prefect-tune.checkpoint.corrupt"]
-    assert (corrupt["payload"]["step"], corrupt["payload"]["trial"]) == (2, "trial")
+    (corrupt,) = [each for each in events if each["event"] == "prefect-tune.quarantined"]
+    assert (corrupt["resource"]["prefect-tune.kills"], corrupt["payload"]["trial"]) == ("false", "trial")
     assert any(each["prefect.resource.role"] == "flow" for each in corrupt["related"])
 
 
@@ -164,9 +167,9 @@ def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalT
     events = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
     assert [each["event"].removeprefix("prefect-tune.") for each in events] == [
         "experiment.started",
-        "trial.started",
-        "trial.attempt-ended",
-        "trial.errored",
-        "experiment.finished",
+        "started",
+        "attempt-ended",
+        "gave-up",
+        "experiment.ended",
     ]
     assert events[-1]["payload"]["trials"] == {"errored": 1}

@@ -8,7 +8,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import Losses, best_saved, losses_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
 from prefect_tune.core.models import Metrics, metric_in
-from prefect_tune.core.notifications.prefect_events import BestImproved, few
+from prefect_tune.core.notifications.prefect_events import BestImproved
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey
 
@@ -60,7 +60,7 @@ class BestSoFar:
     def _improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
         compared = () if self._objective is None else self._objective.metrics
         first = {name: metric_in(metrics, name) for name in compared}
-        return BestImproved(trial=trial, step=step, metrics=few({**first, **metrics}), manifest=manifest)
+        return BestImproved(trial=trial, step=step, metrics={**first, **metrics}, manifest=manifest)
 
 
 def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:

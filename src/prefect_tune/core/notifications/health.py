@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
+from prefect_tune.core.notifications.prefect_events import BudgetNearlySpent, ExperimentEvent, SyncLagged, TrialStalled
 
 _NEARLY = 0.8
 Spent: TypeAlias = Literal["time", "training-time", "trials"]
@@ -136,12 +136,12 @@ class HealthMonitor:
         """Record that the experiment's journal has them."""
         self._unwritten.end()
 
-    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[LifecycleEvent]:
+    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[ExperimentEvent]:
         """Yield the warnings that are due by now and were not emitted before."""
         for trial, attempt in self._attempts.items():
             reports, saves, unwritten = attempt.reports, attempt.saves, attempt.unwritten
             if (silent := reports.overdue(now, self.patience.limit(reports.longest))) is not None:
-                yield TrialStale(trial=trial, silent_seconds=silent)
+                yield TrialStalled(trial=trial, silent_seconds=silent)
             if attempt.may_lag and (late := saves.overdue(now, self.patience.limit(saves.longest))) is not None:
                 yield SyncLagged(what="checkpoint", seconds=late, trial=trial)
             if (late := unwritten.overdue(now, self.patience.for_the_journal)) is not None:
@@ -150,7 +150,7 @@ class HealthMonitor:
             yield SyncLagged(what="journal", seconds=late, trial=None)
         yield from self._nearly_spent_budgets(now, trained_seconds, ended_trials)
 
-    def _nearly_spent_budgets(self, now: float, trained_seconds: float, ended_trials: int) -> Iterator[LifecycleEvent]:
+    def _nearly_spent_budgets(self, now: float, trained_seconds: float, ended_trials: int) -> Iterator[ExperimentEvent]:
         spent = {"time": now - self.began, "training-time": trained_seconds, "trials": float(ended_trials)}
         for budget in self.budgets:
             if budget.what not in self._nearly_spent and budget.is_nearly(spent[budget.what]):

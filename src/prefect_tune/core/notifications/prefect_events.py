@@ -1,7 +1,9 @@
-"""The schema of the Prefect events that prefect-tune emits about an experiment and its trials.
+"""The Prefect events of an experiment: the events of its journal by their types, and six with names of their own.
 
-The journal is the truth: these events may get lost, and no decision depends on them. Each kind is a class: `name` is
-the event's name, the fields are its payload, the docstring says when it is emitted. `docs/events.md` lists them all.
+The journal is the truth: these events may get lost, and no decision depends on them. An event of the journal becomes
+the Prefect event `prefect-tune.<its type>` with its fields as payload; `NOT_EMITTED` has the exceptions. What no
+journal records is a class of this module: `name` is the event's name, the docstring says when it is emitted.
+`docs/events.md` lists them all.
 """
 
 from __future__ import annotations
@@ -10,188 +12,53 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import ClassVar
 
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events.experiment_events import (
-    Absorbed,
     AttemptEnded,
-    Cause,
-    CheckpointRef,
-    Cloned,
-    Committed,
     Event,
     Finished,
     GaveUp,
     Paused,
-    Quarantined,
     Requeued,
     Resumed,
-    Started,
+    events_in,
 )
-from prefect_tune.core.models import Metrics, Value, first_line
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.models import Json, Metrics, Value, first_line
 
-VERSION = 3
-"""The version of the schema: raised when a field is renamed or changes its meaning, not for a new field.
+VERSION = 4
+"""The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field.
 
-2: the keys of `trials` are the words of `Status`; 1 said `finished` for completed, pruned and some interrupted ones.
+2: the keys of `trials` are the words of `Status`; 3: `term` was `epoch`; 4: events are named by the journal's types.
 """
+NOT_EMITTED = frozenset(
+    (
+        *("absorbed", "decided", "opened", "reported", "trial-added"),
+        *("claimed", "released", "retired", "pruned"),
+        *("adopted", "described", "fork-begun", "forked", "inherited", "learned", "rebased"),
+        *("removal-begun", "removal-given-up"),
+    )
+)
+"""Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
+LABELS = ("trial", "status", "cause", "kills", "what", "end")
+"""Fields of a payload that are also labels of the event's resource: automations match labels, and no payload."""
 _TEXT = 500
-_METRICS = 20
+_ITEMS = 20
+_PHASE_AFTER: Mapping[type[Value], Phase] = {
+    Finished: Phase.FINISHED,
+    GaveUp: Phase.ERRORED,
+    Paused: Phase.PAUSED,
+    Requeued: Phase.PENDING,
+    Resumed: Phase.PENDING,
+}
 
 
-class LifecycleEvent(Value):
-    """An event about an experiment."""
+class ExperimentEvent(Value):
+    """An event about an experiment that its journal does not record."""
 
     name: ClassVar[str]
-    is_urgent: ClassVar[bool] = True
-    """Whether it is emitted even when the rate limit is reached."""
-
-    def payload(self) -> dict[str, object]:
-        """Return the event's payload as JSON, with the version of the schema."""
-        return {"version": VERSION, **self.model_dump(mode="json")}
 
 
-class TrialLifecycleEvent(LifecycleEvent):
-    """An event about one trial."""
-
-    is_urgent: ClassVar[bool] = False
-    trial: str
-
-
-class UrgentTrialEvent(TrialLifecycleEvent):
-    """An event about one trial that is emitted even when the rate limit is reached."""
-
-    is_urgent: ClassVar[bool] = True
-
-
-class TrialStarted(TrialLifecycleEvent):
-    """An attempt begins, from nothing."""
-
-    name: ClassVar[str] = "prefect-tune.trial.started"
-    status: Status = Status.RUNNING
-    attempt: int
-
-
-class TrialRestored(TrialLifecycleEvent):
-    """An attempt begins, from the checkpoint of `step`."""
-
-    name: ClassVar[str] = "prefect-tune.trial.restored"
-    status: Status = Status.RUNNING
-    attempt: int
-    step: int
-
-
-class TrialPaused(TrialLifecycleEvent):
-    """The trial has given up its slot."""
-
-    name: ClassVar[str] = "prefect-tune.trial.paused"
-    status: Status = Status.PAUSED
-    step: int
-    reason: str
-
-
-class TrialResumed(TrialLifecycleEvent):
-    """The scheduler gives the paused trial a slot again."""
-
-    name: ClassVar[str] = "prefect-tune.trial.resumed"
-    status: Status = Status.PENDING
-    step: int
-
-
-class TrialExploited(TrialLifecycleEvent):
-    """The trial continues from a clone of another trial's checkpoint, with another configuration."""
-
-    name: ClassVar[str] = "prefect-tune.trial.exploited"
-    step: int
-    source: str
-    """The other trial."""
-    reason: str
-
-
-class TrialAttemptEnded(UrgentTrialEvent):
-    """An attempt ended before its trial did: the trial is retried, unless `errored` follows."""
-
-    name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
-    status: Status = Status.INTERRUPTED
-    attempt: int
-    step: int
-    cause: Cause
-    message: str
-
-
-class TrialRequeued(TrialLifecycleEvent):
-    """A trial that had ended continues: it gets more steps, or another try."""
-
-    name: ClassVar[str] = "prefect-tune.trial.requeued"
-    status: Status = Status.PENDING
-    reason: str
-
-
-class TrialFinished(TrialLifecycleEvent):
-    """The trial has ended, and not by an error: completed, pruned, or interrupted by a stop request."""
-
-    name: ClassVar[str] = "prefect-tune.trial.finished"
-    status: Status
-    step: int
-    metrics: Metrics
-    attempts: int
-    wasted_steps: int
-    wasted_at_least: bool
-    reason: str
-
-
-class TrialErrored(UrgentTrialEvent):
-    """The trial has failed, and is not retried."""
-
-    name: ClassVar[str] = "prefect-tune.trial.errored"
-    status: Status = Status.ERRORED
-    attempts: int
-    step: int
-    cause: Cause
-    message: str
-
-
-class TrialStale(UrgentTrialEvent):
-    """The trial is training, and has not reported for an unusually long time."""
-
-    name: ClassVar[str] = "prefect-tune.trial.stale"
-    silent_seconds: float
-
-
-class CheckpointCommitted(TrialLifecycleEvent):
-    """A checkpoint's manifest was created: it can be restored."""
-
-    name: ClassVar[str] = "prefect-tune.checkpoint.committed"
-    attempt: int
-    step: int
-    sequence: int
-    metrics: Metrics
-    size_bytes: int
-    manifest: str
-    """The manifest's path on the target."""
-    parent: str | None
-    """The name of the checkpoint before it."""
-
-
-class CheckpointCorruptFound(UrgentTrialEvent):
-    """A committed checkpoint could not be restored: its bytes are damaged or missing. The one before it is used."""
-
-    name: ClassVar[str] = "prefect-tune.checkpoint.corrupt"
-    sequence: int
-    step: int | None
-    reason: str
-
-
-class CheckpointQuarantined(UrgentTrialEvent):
-    """A checkpoint is quarantined because attempts that load it die; its bytes are undamaged."""
-
-    name: ClassVar[str] = "prefect-tune.checkpoint.quarantined"
-    sequence: int
-    step: int | None
-    reason: str
-
-
-class ExperimentStarted(LifecycleEvent):
+class ExperimentStarted(ExperimentEvent):
     """A run starts the experiment, or resumes it."""
 
     name: ClassVar[str] = "prefect-tune.experiment.started"
@@ -201,10 +68,27 @@ class ExperimentStarted(LifecycleEvent):
     """The number of trials by status."""
 
 
-class BestImproved(LifecycleEvent):
+class SyncLagged(ExperimentEvent):
+    """Training is ahead of what is stored: the `journal`, or a trial's saves (`checkpoint`), lag behind."""
+
+    name: ClassVar[str] = "prefect-tune.experiment.lag"
+    what: str
+    seconds: float
+    trial: str | None
+
+
+class TrialStalled(ExperimentEvent):
+    """A trial is training, and has not reported for an unusually long time."""
+
+    name: ClassVar[str] = "prefect-tune.experiment.stalled"
+    trial: str
+    silent_seconds: float
+
+
+class BestImproved(ExperimentEvent):
     """A checkpoint or an ended trial is better than all before; emitted at most every 30 s, and at the end."""
 
-    name: ClassVar[str] = "prefect-tune.experiment.best-improved"
+    name: ClassVar[str] = "prefect-tune.experiment.best"
     trial: str
     step: int
     metrics: Metrics
@@ -212,7 +96,7 @@ class BestImproved(LifecycleEvent):
     """The path of the checkpoint's manifest; None where that step was not saved."""
 
 
-class BudgetNearlySpent(LifecycleEvent):
+class BudgetNearlySpent(ExperimentEvent):
     """80 % of a budget is spent: of `time` of this run, of `training-time` of all trials, or of `trials`."""
 
     name: ClassVar[str] = "prefect-tune.experiment.budget"
@@ -222,139 +106,57 @@ class BudgetNearlySpent(LifecycleEvent):
     budget: float
 
 
-class SyncLagged(LifecycleEvent):
-    """Training is ahead of what is stored: the `journal`, or a trial's saves (`checkpoint`), lag behind."""
+class ExperimentEnded(ExperimentEvent):
+    """This run has ended: `finished` with no trial left, `stopped`, `superseded` by another run, or `failed`."""
 
-    name: ClassVar[str] = "prefect-tune.experiment.lag"
-    what: str
-    seconds: float
-    trial: str | None
-
-
-class ExperimentStopped(LifecycleEvent):
-    """This run ended before the experiment was finished; the next run continues it."""
-
-    name: ClassVar[str] = "prefect-tune.experiment.stopped"
-    reason: str
+    name: ClassVar[str] = "prefect-tune.experiment.ended"
+    end: str
+    message: str
+    """Why it ended before the experiment was finished; empty if it is finished."""
     trials: Mapping[str, int]
-    untold: int
+    best: str | None
+    """The trial with the best model so far."""
+    dropped: int
     """The number of events of trials that the rate limit left out."""
 
 
-class ExperimentFinished(LifecycleEvent):
-    """The experiment is finished: no trial is left to train."""
-
-    name: ClassVar[str] = "prefect-tune.experiment.finished"
-    trials: Mapping[str, int]
-    best: str | None
-    """The trial with the best model."""
-    untold: int
+def event_name(kind: type[Event]) -> str:
+    """Return the name of the Prefect event of a kind of journal event."""
+    return f"prefect-tune.{kind.model_fields['type'].default}"
 
 
-class ExperimentSuperseded(LifecycleEvent):
-    """Another run has taken the experiment over, and this one ends."""
+def emitted_in(event: Event, before: Trial | None) -> Iterator[Event]:
+    """Yield the events to emit for an event of the journal, and for those that it absorbs.
 
-    name: ClassVar[str] = "prefect-tune.experiment.superseded"
-    message: str
-
-
-class ExperimentFailed(LifecycleEvent):
-    """This run ended with an error; committed checkpoints are kept."""
-
-    name: ClassVar[str] = "prefect-tune.experiment.failed"
-    message: str
-
-
-def lifecycle_events_of(
-    event: Event, experiment: str, before: Trial | None, after: Trial
-) -> Iterator[TrialLifecycleEvent]:
-    """Yield the events to emit for a journal event of a trial, and for those that it absorbs; for most, there are none.
+    The trial's journal and the experiment's both record an end or a pause: it is yielded once.
 
     Args:
         event: the journal's event.
-        experiment: the experiment's name.
-        before: the trial before it; None for a new one.
-        after: the trial after it.
+        before: the trial before it; None for a new one, or for an event of the whole experiment.
     """
-    if isinstance(event, Absorbed):
-        for each in event.events:
-            yield from lifecycle_events_of(each, experiment, before, after)
-        return
     phase = before.phase if before else Phase.PENDING
-    match event:
-        case Started(trial=trial, attempt=attempt, from_sequence=None):
-            yield TrialStarted(trial=trial, attempt=attempt)
-        case Started(trial=trial, attempt=attempt, from_step=step):
-            yield TrialRestored(trial=trial, attempt=attempt, step=step)
-        case Committed(checkpoint=checkpoint):
-            yield _committed(checkpoint, experiment, before, after)
-        case Quarantined():
-            yield _put_aside(event, before)
-        case Cloned(trial=trial, source=source, reason=reason):
-            yield TrialExploited(trial=trial, step=after.step, source=source.trial.trial, reason=short(reason))
-        case AttemptEnded() | GaveUp() | Finished():
-            yield from _ended(event, phase, after)
-        case Paused() | Resumed() | Requeued():
-            yield from _waits(event, phase, after)
-        case _:
-            pass
+    for each in events_in(event):
+        if each.type not in NOT_EMITTED and _PHASE_AFTER.get(type(each)) is not phase:
+            yield each
 
 
-def _ended(event: AttemptEnded | GaveUp | Finished, phase: Phase, after: Trial) -> Iterator[TrialLifecycleEvent]:
-    """Yield the event of an end once, where both the trial's journal and the experiment's record that end."""
-    name, step, attempt = after.trial, after.step, after.attempt
-    match event:
-        case AttemptEnded(cause=cause, message=message):
-            yield TrialAttemptEnded(trial=name, attempt=attempt, step=step, cause=cause, message=short(message))
-        case GaveUp(cause=cause, message=message) if phase is not Phase.ERRORED:
-            yield TrialErrored(trial=name, attempts=attempt, step=step, cause=cause, message=short(message))
-        case Finished(reason=reason) if phase is not Phase.FINISHED:
-            yield TrialFinished(
-                trial=name,
-                status=after.status,
-                step=step,
-                metrics=few(after.metrics),
-                attempts=attempt,
-                wasted_steps=after.wasted_steps,
-                wasted_at_least=after.wasted_at_least,
-                reason=short(reason),
-            )
-        case _:
-            pass
+def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
+    """Return an event's payload as JSON, with the version, and for the end of an attempt how the trial `after` it is.
+
+    Texts are cut to their first line and 500 characters, lists and tables to 20 items.
+    """
+    fields = event.model_dump(mode="json", exclude={"type"})
+    if after is not None and isinstance(event, AttemptEnded | GaveUp | Finished | Paused):
+        outcome = {"attempt", "step", "metrics", "wasted_steps", "wasted_at_least"}
+        fields |= {"status": after.status.value, **after.model_dump(mode="json", include=outcome)}
+    return {"version": VERSION, **{name: abbreviated(value) for name, value in fields.items()}}
 
 
-def _waits(event: Paused | Resumed | Requeued, phase: Phase, after: Trial) -> Iterator[TrialLifecycleEvent]:
-    match event:
-        case Paused(reason=reason) if phase is not Phase.PAUSED:
-            yield TrialPaused(trial=after.trial, step=after.step, reason=short(reason))
-        case Resumed() if phase is Phase.PAUSED:
-            yield TrialResumed(trial=after.trial, step=after.step)
-        case Requeued(reason=reason) if phase in ENDED:
-            yield TrialRequeued(trial=after.trial, reason=short(reason))
-        case _:
-            pass
-
-
-def _committed(checkpoint: CheckpointRef, experiment: str, before: Trial | None, after: Trial) -> CheckpointCommitted:
-    parent = newest_checkpoint(before) if before else None
-    folder = TrialKey(experiment=experiment, trial=after.trial)
-    return CheckpointCommitted(
-        trial=after.trial,
-        attempt=after.attempt,
-        step=checkpoint.step,
-        sequence=checkpoint.sequence,
-        metrics=few(checkpoint.metrics),
-        size_bytes=checkpoint.size_bytes,
-        manifest=folder.checkpoint_key(checkpoint).manifest_path,
-        parent=folder.checkpoint_key(parent).name if parent else None,
-    )
-
-
-def _put_aside(event: Quarantined, before: Trial | None) -> TrialLifecycleEvent:
-    known = before.checkpoints if before else ()
-    step = next((each.step for each in known if each.sequence == event.sequence), None)
-    kind = CheckpointQuarantined if event.kills else CheckpointCorruptFound
-    return kind(trial=event.trial, sequence=event.sequence, step=step, reason=short(event.reason))
+def labels_of(payload: Mapping[str, object]) -> dict[str, str]:
+    """Return the labels that an event's resource has for its payload; truth values are `true` and `false`."""
+    known = {name: payload[name] for name in LABELS if payload.get(name) is not None}
+    words = {name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in known.items()}
+    return {f"prefect-tune.{name}": word for name, word in words.items()}
 
 
 def short(text: str) -> str:
@@ -363,7 +165,14 @@ def short(text: str) -> str:
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}…"
 
 
-def few(metrics: Metrics) -> Metrics:
-    """Return the first 20 metrics, with texts made `short`."""
-    found = islice(metrics.items(), _METRICS)
-    return {name: short(value) if isinstance(value, str) else value for name, value in found}
+def abbreviated(value: Json) -> Json:
+    """Return a JSON value with texts made `short`, and the first 20 items of each list and table."""
+    match value:
+        case str():
+            return short(value)
+        case dict():
+            return {name: abbreviated(each) for name, each in islice(value.items(), _ITEMS)}
+        case list():
+            return [abbreviated(each) for each in value[:_ITEMS]]
+        case _:
+            return value
