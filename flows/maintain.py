@@ -12,12 +12,13 @@ from prefect.logging import get_run_logger
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.operations.scrub import EVERYTHING, share_of
 from prefect_tune.maintenance.report import MaintenanceReport, show_report
-from prefect_tune.maintenance.runner import ExperimentMaintenance, MaintenanceOptions, maintain_experiments
+from prefect_tune.maintenance.runner import MaintenanceOptions, maintain_experiments
 from prefect_tune.parameters.search_plan import MOST_SECONDS
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.tasks.maintenance import Sample, names_on, recall
+from prefect_tune.tasks.maintenance import Sample, names_on
 
 __all__ = ["maintain"]
 
@@ -28,7 +29,7 @@ def maintain(
     *,
     experiments: list[str] | None = None,
     verify: Literal["sample", "all", "none"] = "sample",
-    sample_rounds: int = 24,
+    share: str = "1/7",
     max_verify_bytes: int | None = None,
     quarantine: bool = True,
     collect: bool = True,
@@ -40,71 +41,60 @@ def maintain(
 
     The flow may run at any time, beside running experiments and beside itself: it takes no experiment over, and deletes
     nothing that is referenced or that a save in progress may reference. A run that is interrupted anywhere is
-    completed by the next one. The flow fails if it or an earlier run that died found damage that no report has shown,
-    and only after all other work is done; the report, an artifact of the run, holds all damage. An object that cannot
-    be read does not stop the rest, and is in the report of each run.
+    completed by the next one. The flow fails if it found damage, and only after all other work is done; the report, an
+    artifact of the run, holds all of it. An object that cannot be read does not stop the rest, and is in the report of
+    each run.
 
     Args:
         target: the target to maintain: a block, a `"block-type/name"` slug, or a URI.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
-        verify: which checkpoints are read and checked, byte by byte: a `"sample"`, another one in each run;
+        verify: which checkpoints are read and checked, byte by byte: a `"sample"`, another one each day;
             `"all"`; or `"none"`.
-        sample_rounds: number of runs in which the samples cover every checkpoint once. Default: 24, a day of hourly
-            runs.
-        max_verify_bytes: bytes of each experiment after which no further checkpoint is read; the next run continues
-            there. Default: no limit.
+        share: the part of the checkpoints in a sample, such as `"1/7"`: with a run on each day, every checkpoint is
+            read once in each period of 7 days.
+        max_verify_bytes: bytes of each experiment after which no further checkpoint is read. Default: no limit.
         quarantine: whether damaged checkpoints are quarantined, so that no trial resumes from them. Release them by
             `prefect-tune verify --release`.
         collect: whether retired checkpoints and the leftovers of interrupted saves are deleted.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are pinned and
             cloned ones, each trial's newest, the best checkpoint, and all of the best trial. Default: keep all.
-        time_budget_seconds: seconds after which no further work begins; the next run begins with the experiment that
-            has waited longest. Default: no limit.
+        time_budget_seconds: seconds after which no further work begins; each day begins with another experiment.
+            Default: no limit.
         dry_run: check, and report what would be done, without changing the target.
 
     Returns:
         MaintenanceReport: what was read, what is damaged, what was deleted, what was skipped and why.
 
     Raises:
-        DamageFound: a checkpoint or a journal is damaged, and no earlier run has reported it; its `report` is the
-            report.
+        DamageFound: a checkpoint or a journal is damaged; its `report` is the report.
         InvalidInput: an argument is invalid, or there is no such experiment; nothing was begun.
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
     outlive_log_reader()
-    _require_possible(sample_rounds, max_verify_bytes, time_budget_seconds)
+    _require_possible(max_verify_bytes, time_budget_seconds)
+    today = datetime.now(UTC).date()
+    chosen = EVERYTHING if verify == "all" else share_of(share, today)
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
     until = None if budget is None else datetime.now(UTC) + budget
-    sample = Sample(share=1.0 if verify == "all" else 1 / sample_rounds, max_bytes=max_verify_bytes, until=until)
     options = MaintenanceOptions(
         target=resolve_existing(target),
-        sample=None if verify == "none" else sample,
+        sample=None if verify == "none" else Sample(chosen, max_verify_bytes, until),
         quarantine=quarantine and not dry_run,
         collect=collect,
         retention=retention,
         until=until,
         dry_run=dry_run,
     )
-    rounds = [
-        ExperimentMaintenance(options, name, recall(options.target, name))
-        for name in _chosen(options.target, experiments)
-    ]
-    report = maintain_experiments(options, rounds)
+    report = maintain_experiments(options, _chosen(options.target, experiments), today)
     get_run_logger().info("%s", report.summary)
-    if show_report(report):
-        for each in rounds:
-            each.was_reported()
-    if report.new_damage:
+    show_report(report)
+    if report.damaged:
         raise DamageFound(report.alarm, report)
     return report
 
 
-def _require_possible(sample_rounds: int, max_verify_bytes: int | None, time_budget_seconds: float | None) -> None:
-    given = {
-        "sample_rounds": sample_rounds,
-        "max_verify_bytes": max_verify_bytes,
-        "time_budget_seconds": time_budget_seconds,
-    }
+def _require_possible(max_verify_bytes: int | None, time_budget_seconds: float | None) -> None:
+    given = {"max_verify_bytes": max_verify_bytes, "time_budget_seconds": time_budget_seconds}
     for name, value in given.items():
         if value is not None and not value > 0:
             raise InvalidInput(f"{name}: expected more than 0, found {value}; nothing was begun")

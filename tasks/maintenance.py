@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -12,7 +11,6 @@ from prefect import task
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_of, objective_in
@@ -20,9 +18,8 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.notifications.best_model import best_checkpoints
-from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
 from prefect_tune.core.operations.quarantine import quarantine
-from prefect_tune.core.operations.scrub import Inspection, ScrubLimits, inspect
+from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
@@ -59,9 +56,7 @@ class PrunedTrials:
 class Sample:
     """Which checkpoints of an experiment to read; see `scrub`."""
 
-    begins_at: int = 0
-    """The position on the ring of checkpoints where the last round ended."""
-    share: float = 1.0
+    share: DailyShare = EVERYTHING
     max_bytes: int | None = None
     until: datetime | None = None
     """The time after which no further checkpoint is read."""
@@ -79,10 +74,10 @@ def verify_checkpoints(
         JournalCorrupt, UnknownVersion: the journal cannot be read.
         StoreUnavailable: all retries failed.
     """
-    limits = ScrubLimits(sample.share, sample.max_bytes, _has_time(sample.until))
+    limits = ScrubLimits(sample.max_bytes, _has_time(sample.until))
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
-        return inspect(store, state, sample.begins_at, limits, side_by_side=transfers)
+        return inspect(store, state, sample.share, limits, side_by_side=transfers)
 
 
 @task(name="quarantine-checkpoints", task_run_name="quarantine of {experiment}", **RETRYING)
@@ -190,19 +185,6 @@ def _each(
     return [each for each in found if not isinstance(each, Unreadable)], unreadable
 
 
-def recall(target: StorageTarget, experiment: str) -> Remembered:
-    """Return the last maintenance round: its number and its record, or only the number if the record cannot be read.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the target is unavailable or refuses access.
-    """
-    try:
-        return on_target(target, lambda store: last_round(store, experiment))
-    except (StoreUnavailable, StoreRefused) as error:
-        logging.getLogger("prefect_tune").warning("%s: the last round's record cannot be read: %s", experiment, error)
-        return on_target(target, lambda store: Remembered(last_number(store, experiment)))
-
-
 def is_there(target: StorageTarget, experiment: str) -> bool:
     """Return whether the experiment exists, that is, has a first entry: deletion removes that entry first."""
     first = JournalKey(experiment=experiment).entry_path(1)
@@ -212,12 +194,6 @@ def is_there(target: StorageTarget, experiment: str) -> bool:
 def names_on(target: StorageTarget) -> Sequence[str]:
     """Return the names of the experiments on `target`."""
     return on_target(target, experiment_names, timedelta(minutes=10))
-
-
-def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
-    """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
-    stamp = new_write_id()
-    return on_target(target, lambda store: leave_round(store, experiment, known, stamp, change))
 
 
 def _key(state: Experiment, trial: Trial) -> TrialKey:

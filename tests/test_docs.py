@@ -218,7 +218,7 @@ def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, t
     done = run_blocks(runs, tmp_path, environment)
     assert done.returncode == 0, done.stdout
     assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
-    assert "created  maintain/hourly" in done.stdout
+    assert "created  maintain/daily" in done.stdout
 
 
 def test_the_project_on_the_page_on_deployments_installs_its_trainable(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
-    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_new=True, is_aside=True)
+    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_aside=True)
     upkeep = Upkeep("e", damaged=(damaged,), not_looked_at=(NotLookedAt("e", HOSTILE, HOSTILE),))
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]

@@ -87,7 +87,7 @@ class CheckpointCorrupt(TuneError):
 
 
 class DamageFound(TuneError):
-    """Maintenance found damage that was not reported before: read its report. All of its other work was done."""
+    """Maintenance found damage: read its report. All of its other work was done."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)

@@ -28,8 +28,6 @@ class DamagedCheckpoint:
     folder: str
     """Its folder on the target."""
     damage: str
-    is_new: bool
-    """Whether no earlier maintenance run has reported it."""
     is_aside: bool
     """Whether it was quarantined, so that no trial resumes from it."""
 
@@ -79,13 +77,8 @@ class MaintenanceReport:
 
     @property
     def damaged(self) -> Sequence[DamagedCheckpoint]:
-        """All damage, reported by an earlier run or not."""
+        """All damage that this run found."""
         return [damaged for each in self.experiments for damaged in each.damaged]
-
-    @property
-    def new_damage(self) -> Sequence[DamagedCheckpoint]:
-        """The damage that no earlier run has reported."""
-        return [each for each in self.damaged if each.is_new]
 
     @property
     def verified_count(self) -> int:
@@ -110,38 +103,32 @@ class MaintenanceReport:
         return (
             f"{plural(len(self.experiments), 'experiment', 'experiments')}: "
             f"{plural(self.verified_count, 'checkpoint', 'checkpoints')} read ({shown_size(size)}), "
-            f"{len(self.damaged)} damaged, {len(self.new_damage)} of them new; {pruned} {would}pruned{freed}{left}"
+            f"{len(self.damaged)} damaged; {pruned} {would}pruned{freed}{left}"
         )
 
     @property
     def alarm(self) -> str:
-        """The new damage in one line, as an error message. There has to be some."""
-        first = self.new_damage[0]
-        more = f" and {len(self.new_damage) - 1} more" if len(self.new_damage) > 1 else ""
-        aside = "; what is damaged was quarantined" if all(each.is_aside for each in self.new_damage) else ""
-        return f"{self.target}: {first.folder}{more} damaged, and not reported before{aside}: {first.damage}"
+        """The damage in one line, as an error message. There has to be some."""
+        first = self.damaged[0]
+        more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+        aside = ", and quarantined" if all(each.is_aside for each in self.damaged) else ""
+        return f"{self.target}: {first.folder}{more} damaged{aside}: {first.damage}"
 
 
-def show_report(report: MaintenanceReport) -> bool:
-    """Publish the report as an artifact of the flow run; return whether that succeeded.
-
-    An error is only logged, since the run's result holds the report too. Damage that was not published counts as new
-    in the next run.
-    """
+def show_report(report: MaintenanceReport) -> None:
+    """Publish the report as an artifact of the flow run; an error is only logged: the run's result holds it too."""
     plain = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{plain}-{digest_of(report.target.encode())[:6]}"
     try:
         MarkdownArtifact(key=key, markdown=markdown(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
         get_run_logger().warning("the report was not published: %s: %s", type(error).__name__, error)
-        return False
-    return True
 
 
 def markdown(report: MaintenanceReport) -> str:
     """Return the page: first the damage, then the work done, then the work left."""
     what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
-    found = "new damage" if report.new_damage else "damage, reported before" if report.damaged else "no damage found"
+    found = "damage" if report.damaged else "no damage found"
     page = "\n".join(
         [
             f"# {what}",
@@ -150,7 +137,7 @@ def markdown(report: MaintenanceReport) -> str:
             "",
             f"{report.summary}.",
             "",
-            *_section("Damaged", ("experiment", "trial", "step", "new", "quarantined", "what"), _damaged(report)),
+            *_section("Damaged", ("experiment", "trial", "step", "quarantined", "what"), _damaged(report)),
             *_section(
                 "Experiments",
                 ("experiment", "checkpoints", "read", "size", "damaged", "pruned", "deleted", "freed", "undecided"),
@@ -164,9 +151,9 @@ def markdown(report: MaintenanceReport) -> str:
 
 def _damaged(report: MaintenanceReport) -> Iterable[Sequence[object]]:
     for each in report.damaged:
-        new, aside = ("yes" if each.is_new else "no"), ("yes" if each.is_aside else "no")
+        aside = "yes" if each.is_aside else "no"
         step = "journal" if each.step is None else each.step
-        yield each.experiment, each.trial or "", step, new, aside, each.damage
+        yield each.experiment, each.trial or "", step, aside, each.damage
 
 
 def _done(report: MaintenanceReport) -> Iterable[Sequence[object]]:

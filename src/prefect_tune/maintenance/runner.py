@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import partial
 
 from prefect.logging import get_run_logger
@@ -20,25 +20,16 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.tolerant_read import Unreadable
-from prefect_tune.core.operations.maintenance_state import (
-    Change,
-    Remembered,
-    UnreportedDamage,
-    after_report,
-    amended,
-    next_round,
-    reported_folders,
-)
+from prefect_tune.core.models import digest_of
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep
+from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, show_report
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
     is_there,
     prune_checkpoints,
     quarantine_checkpoints,
-    remember,
     verify_checkpoints,
 )
 
@@ -60,31 +51,25 @@ class MaintenanceOptions:
         return self.until is None or datetime.now(UTC) < self.until
 
 
-def maintain_experiments(options: MaintenanceOptions, rounds: Sequence[ExperimentMaintenance]) -> MaintenanceReport:
-    """Maintain one experiment after the other, beginning with the one that has waited longest."""
+def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
+    """Maintain one experiment after the other, each day in another order: the time may not suffice for all."""
     done, left = list[Upkeep](), list[NotLookedAt]()
-    for each in sorted(rounds, key=lambda each: each.waits_since):
+    for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
         if options.has_time():
-            done.append(each.run())
+            done.append(ExperimentMaintenance(options, name).run())
         else:
-            left.append(NotLookedAt(each.name, "everything", "the time budget was spent"))
-            done += [each.upkeep] if each.upkeep.damaged else []  # found by a run that died before its report
+            left.append(NotLookedAt(name, "everything", "the time budget was spent"))
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
     return MaintenanceReport(options.target.uri, tuple(done), (*left, *skipped), dry_run=options.dry_run)
 
 
 class ExperimentMaintenance:
-    """One round of maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
+    """The maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
 
-    def __init__(self, options: MaintenanceOptions, name: str, known: Remembered) -> None:
+    def __init__(self, options: MaintenanceOptions, name: str) -> None:
         self._options = options
-        self._reported = reported_folders(known.last)
-        self._known = known
-        self._is_left = False
         self.name = name
-        self.waits_since = (known.last.at, name)
-        """The time of its last round, for sorting; experiments without one come first."""
-        self.upkeep = Upkeep(name, damaged=tuple(_found_before(name, each) for each in known.last.untold))
+        self.upkeep = Upkeep(name)
 
     def run(self) -> Upkeep:
         """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
@@ -98,21 +83,7 @@ class ExperimentMaintenance:
         for what, act in acts:
             with self._or_reported(what):
                 act()
-        if not self._is_left:
-            with self._or_skipped("the record of this round"):
-                self._leave(amended)
         return self.upkeep
-
-    def was_reported(self) -> None:
-        """Record that its damage is reported; if this run dies before that, the next run reports it again."""
-        if self._known.last.untold:
-            folders = {each.folder for each in self.upkeep.damaged}
-            with self._or_skipped("the record that damage is reported"):
-                self._leave(partial(after_report, folders=folders))
-
-    def _leave(self, change: Change) -> None:
-        if not self._options.dry_run:
-            self._known = remember(self._options.target, self.name, self._known, change)
 
     # ------------------------------------------------------------------------------------------ failures
 
@@ -146,26 +117,21 @@ class ExperimentMaintenance:
             return
         self._skip(what, f"the journal is damaged: {error}")
         folder = JournalKey(experiment=self.name).entries
-        damaged = self._damaged(folder, str(error))
-        self._add([damaged])
-        self._leave(partial(amended, known=[folder], unreported=_unreported([damaged])))
-        self._is_left = True
+        self._add([self._damaged(folder, str(error))])
 
     # ------------------------------------------------------------------------------------------ damage
 
     def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
         trial, step = (key.trial.trial, key.step) if key else (None, None)
-        is_new = folder not in self._reported
-        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_new=is_new, is_aside=False)
+        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_aside=False)
 
     def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
-        """Add damage to the report; it replaces what an earlier run knew of the same folder."""
+        """Add damage to the report; it replaces what the report says of the same folder."""
         by_folder = {each.folder: each for each in (*self.upkeep.damaged, *damaged)}
         self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
     def _verify(self, sample: Sample) -> None:
-        here = replace(sample, begins_at=self._known.last.begins_at)
-        found = verify_checkpoints(self._options.target, self.name, here)
+        found = verify_checkpoints(self._options.target, self.name, sample)
         self.upkeep = replace(
             self.upkeep,
             live_count=len(found.live),
@@ -175,7 +141,7 @@ class ExperimentMaintenance:
         )
         self._skip_unreadable("", found.unreadable)
         if found.unread_count:
-            self._skip(f"{found.unread_count} checkpoints of this sample", "the limits were reached; they are next")
+            self._skip(f"{found.unread_count} checkpoints of this sample", "the limits were reached")
         checkpoints = [self._damaged(each.key.folder, each.damage or "", each.key) for each in found.damaged]
         journals = [
             replace(self._damaged(each.folder, each.why), trial=each.trial)
@@ -184,23 +150,18 @@ class ExperimentMaintenance:
         ]
         self._add([*checkpoints, *journals])
         quarantined = self._quarantine(found, checkpoints)
-        now = [replace(each, is_aside=each.folder in {key.folder for key in quarantined}) for each in checkpoints]
-        self._add(now)
-        unreported = _unreported([*now, *journals])
-        self._is_left = True
-        with self._or_skipped("the record of this round"):
-            self._leave(partial(next_round, inspection=found, quarantined=quarantined, unreported=unreported))
+        folders = {key.folder for key in quarantined}
+        self._add([replace(each, is_aside=each.folder in folders) for each in checkpoints])
 
     def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
-        """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
+        """Quarantine damaged checkpoints, after publishing their damage: no later run finds it again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
         if not damaged or not self._options.quarantine:
             return ()
         quarantined = list[CheckpointKey]()
+        show_report(MaintenanceReport(self._options.target.uri, (self.upkeep,), (), dry_run=False))
         with self._or_skipped("quarantine"):
-            unreported = _unreported([replace(each, is_aside=True) for each in damaged])
-            self._leave(partial(amended, unreported=unreported))
             reasons = {each.key: each.damage or "" for each in found.damaged}
             quarantined += quarantine_checkpoints(self._options.target, self.name, reasons)
         return quarantined
@@ -228,20 +189,3 @@ class ExperimentMaintenance:
         self._skip_unreadable("garbage of", found.unreadable)
         if found.skipped_count:
             self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
-
-
-def _found_before(experiment: str, known: UnreportedDamage) -> DamagedCheckpoint:
-    """Return damage that an earlier round found before it died without a report."""
-    return DamagedCheckpoint(
-        experiment, known.trial, known.step, known.folder, known.damage, is_new=True, is_aside=known.is_aside
-    )
-
-
-def _unreported(damaged: Sequence[DamagedCheckpoint]) -> Sequence[UnreportedDamage]:
-    return [
-        UnreportedDamage(
-            trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside
-        )
-        for each in damaged
-        if each.is_new
-    ]

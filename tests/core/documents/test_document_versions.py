@@ -32,7 +32,6 @@ KINDS = {
     "prefect-tune/checkpoint": 1,
     "prefect-tune/journal": 1,
     "prefect-tune/live-status": 1,
-    "prefect-tune/maintenance": 1,
     "prefect-tune/metadata": 1,
     "prefect-tune/segment": 1,
     "prefect-tune/stop-request": 1,

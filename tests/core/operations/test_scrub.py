@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date, timedelta
 from itertools import count
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from prefect_tune.core.errors import (
     CheckpointNotFound,
     DeadlineExceeded,
+    InvalidInput,
     StoreRefused,
     StoreUnavailable,
     TuneError,
@@ -21,11 +23,12 @@ from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.journal_events.experiment_events import Finished, RemovalBegun, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import (
+    EVERYTHING,
+    DailyShare,
     ScrubLimits,
     inspect,
     inspect_one,
-    on_arc,
-    place_of,
+    share_of,
 )
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.experiment_listing import experiment_names
@@ -59,6 +62,11 @@ def keys(session: Session) -> list[CheckpointKey]:
     return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in session.trial.checkpoints]
 
 
+def only(key: CheckpointKey, session: Session) -> DailyShare:
+    """A share that has this checkpoint and none of the others."""
+    return next(part for day in range(9**6) if (part := DailyShare(50, day)).chosen(keys(session)) == [key])
+
+
 def flip(session: Session, path: str) -> None:
     data = bytearray(objects(session)[path])
     data[len(data) // 2] ^= 1
@@ -68,39 +76,57 @@ def flip(session: Session, path: str) -> None:
 # ------------------------------------------------------------------------------------------------- reading order
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 24])
-def test_after_as_many_rounds_everything_that_was_there_all_the_while_has_been_read(rounds: int) -> None:
-    def many(trial: str, count: int) -> set[CheckpointKey]:
-        folder = TrialKey(experiment="e", trial=trial)
-        return {CheckpointKey(trial=folder, step=step, sequence=step) for step in range(count)}
-
-    always, begins_at, read = many("always", 200), 123, set[CheckpointKey]()
-    for number in range(rounds):
-        comes_and_goes = many(f"t{number}", 50 * (number % 3))
-        read |= set(on_arc(always | comes_and_goes, begins_at, 1 / rounds))
-        begins_at = (begins_at + -(-(2**52) // rounds)) % 2**52
-    assert always <= read
+def many(trial: str, count: int) -> set[CheckpointKey]:
+    folder = TrialKey(experiment="e", trial=trial)
+    return {CheckpointKey(trial=folder, step=step, sequence=step) for step in range(count)}
 
 
-def test_a_round_reads_in_the_order_of_the_ring_and_ends_where_its_arc_does(trained: Session) -> None:
-    found = inspect(trained.store, trained.experiment, 5, ScrubLimits(), side_by_side=map)
+@pytest.mark.parametrize("parts", [1, 3, 24])
+def test_within_as_many_days_as_parts_everything_that_was_there_all_the_while_is_chosen_once(parts: int) -> None:
+    always, read = many("always", 200), list[CheckpointKey]()
+    begin = date(2026, 11, 23).toordinal() // parts * parts
+    for day in range(begin, begin + parts):
+        comes_and_goes = many(f"t{day}", 50 * (day % 3))
+        read += set(DailyShare(parts, day).chosen(always | comes_and_goes)) & always
+    assert sorted(read, key=lambda key: key.step) == sorted(always, key=lambda key: key.step)
+
+
+def test_a_run_once_a_week_does_not_choose_the_same_seventh_each_time() -> None:
+    every, monday = many("t", 700), date(2026, 11, 23)
+    chosen = [share_of("1/7", monday + timedelta(weeks=week)).chosen(every) for week in range(20)]
+    assert all(50 < len(each) < 150 for each in chosen)
+    assert len(set().union(*chosen)) > 600
+
+
+def test_a_share_is_one_part_of_several() -> None:
+    today = date(2026, 11, 23)
+    assert share_of("1/7", today) == DailyShare(7, today.toordinal())
+    assert set(share_of("1", today).chosen(many("t", 9))) == many("t", 9)
+    for wrong in ("2/7", "1/0", "0.1", "", "1/7 ", "1/1000000000"):
+        with pytest.raises(InvalidInput, match="share: expected one part of several, such as '1/7'"):
+            share_of(wrong, today)
+
+
+def test_a_run_reads_all_of_its_share_within_its_limits(trained: Session) -> None:
+    found = inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert {each.key for each in found.inspected} == set(keys(trained)) == set(found.live)
-    assert [place_of(each.key) for each in found.inspected] == sorted(place_of(each.key) for each in found.inspected)
-    assert (found.unread_count, found.ends_at, found.damaged) == (0, 5, [])
+    assert (found.unread_count, found.damaged) == (0, [])
     assert all(each.size_bytes and each.file_count for each in found.inspected)
+    for part in (DailyShare(3, 3), DailyShare(3, 4), DailyShare(3, 5)):
+        found = inspect(trained.store, trained.experiment, part, ScrubLimits(), side_by_side=map)
+        assert [each.key for each in found.inspected] == part.chosen(keys(trained))
 
 
 @pytest.mark.parametrize("limits", [ScrubLimits(max_bytes=1), ScrubLimits(has_time=lambda: False)])
-def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(
+def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
     trained: Session, limits: ScrubLimits
 ) -> None:
-    begins_at, read = 0, list[CheckpointKey]()
-    for _ in range(8):
-        found = inspect(trained.store, trained.experiment, begins_at, limits, side_by_side=map)
+    read = set[CheckpointKey]()
+    for day in range(60):
+        found = inspect(trained.store, trained.experiment, DailyShare(1, day), limits, side_by_side=map)
         assert (len(found.inspected), found.unread_count) == (1, 7)
-        read.append(found.inspected[0].key)
-        begins_at = found.ends_at
-    assert len(set(read)) == 8
+        read.add(found.inspected[0].key)
+    assert read == set(keys(trained))
 
 
 # ------------------------------------------------------------------------------------------- damage
@@ -109,8 +135,7 @@ def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    begins_at = place_of(keys(trained)[0])
-    found = inspect(trained.store, trained.experiment, begins_at, ScrubLimits(share=1e-9), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained), ScrubLimits(), side_by_side=map)
     assert {each.key for each in found.damaged} == set(keys(trained))
 
 
@@ -119,7 +144,7 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> No
     trained.append([Retired(trial=KEY.trial, retires=(oldest.sequence,))])
     trained.collect([oldest])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    found = inspect(trained.store, before, 0, ScrubLimits(), side_by_side=map)
+    found = inspect(trained.store, before, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert found.damaged == []
 
 
@@ -128,12 +153,12 @@ def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) ->
     trained.append([RemovalBegun()])
     trained.store.delete([oldest.manifest_path])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    assert inspect(trained.store, trained.experiment, 0, ScrubLimits(), side_by_side=map).live == ()
+    assert inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map).live == ()
 
 
 def test_of_a_trial_that_has_ended_only_what_is_to_be_read_is_asked_after(trained: Session) -> None:
     trained.append([Finished(trial=KEY.trial, reason="enough")])
-    found = inspect(trained.store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert len(found.inspected) == 8
 
 
@@ -193,16 +218,13 @@ def damage_journal(store: MemoryStore, trial: str) -> str:
 
 
 @pytest.mark.parametrize("trial", ["f", "g"])
-def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read_and_the_ring_goes_on(
-    trial: str,
-) -> None:
+def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read(trial: str) -> None:
     store = many_trials()
     folder = damage_journal(store, trial)
-    state, begins_at = load(store, "e", side_by_side=map), 0
+    state = load(store, "e", side_by_side=map)
     read, unreadable = set[str](), set[Unreadable]()
-    for _ in range(6):
-        found = inspect(store, state, begins_at, ScrubLimits(share=1 / 6), side_by_side=map)
-        begins_at = found.ends_at
+    for day in range(6):
+        found = inspect(store, state, DailyShare(6, day), ScrubLimits(), side_by_side=map)
         read |= {each.key.trial.trial for each in found.inspected}
         unreadable |= set(found.unreadable)
     assert read == set("abcdefg") - {trial}
@@ -210,14 +232,14 @@ def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403: archived")])
-def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_the_ring_goes_on(
+def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_are_read(
     trained: Session, error: TuneError
 ) -> None:
     bad = keys(trained)[3]
     store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
-        found = inspect(store, trained.experiment, 5, ScrubLimits(), side_by_side=map)
-        assert ([each.folder for each in found.unreadable], found.damaged, found.ends_at) == ([bad.folder], [], 5)
+        found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
+        assert ([each.folder for each in found.unreadable], found.damaged) == ([bad.folder], [])
         assert str(error) in found.unreadable[0].why
         assert len(found.inspected) == 7
 
@@ -226,7 +248,7 @@ def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
     times = count()
     bad = keys(trained)[3].manifest_path
     store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
-    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (8, ())
 
 
@@ -235,29 +257,31 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
     store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
     store.is_gone = True
     with pytest.raises(StoreUnavailable):
-        inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
+        inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
 
 
-def test_what_takes_longer_than_there_is_time_is_not_what_the_next_round_begins_with(trained: Session) -> None:
-    in_order = on_arc(keys(trained), 0, 1)
+def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(
+    trained: Session,
+) -> None:
+    in_order = EVERYTHING.chosen(keys(trained))
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert [each.folder for each in found.unreadable] == [in_order[0].folder]
-    assert (found.inspected, found.unread_count, found.ends_at) == ((), 7, place_of(in_order[1]))
+    assert (found.inspected, found.unread_count) == ((), 7)
 
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
+    found = inspect(store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (2, ())
-    assert (found.unread_count, found.ends_at) == (6, place_of(in_order[2]))
+    assert found.unread_count == 6
 
 
 def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(trained: Session) -> None:
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
-    found = inspect(store, trained.experiment, place_of(first), ScrubLimits(share=1e-9), side_by_side=map)
+    found = inspect(store, trained.experiment, only(first, trained), ScrubLimits(), side_by_side=map)
     assert {each.key for each in found.damaged} == {first}
     assert [each.folder for each in found.unreadable] == [other.folder]
 
@@ -273,7 +297,7 @@ def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_
         del store.objects[JournalKey(experiment="e").entry_path(1)]
         for path in [path for path in store.objects if path.startswith("e/segments/")]:
             del store.objects[path]
-    found = inspect(store, state, 0, ScrubLimits(share=1e-9), side_by_side=map)
+    found = inspect(store, state, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert [each.is_damage for each in found.unreadable] == [False]
 
 

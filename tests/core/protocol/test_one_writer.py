@@ -14,9 +14,8 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import begin_fork, past_of
-from prefect_tune.core.operations.maintenance_state import Remembered, amended, leave_round
 from prefect_tune.core.operations.quarantine import quarantine, reinstate
-from prefect_tune.core.operations.scrub import ScrubLimits, inspect
+from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended
@@ -79,17 +78,10 @@ def test_a_fork_is_refused_before_anything_of_it_is_there() -> None:
     assert store.objects == before
 
 
-def test_a_round_of_maintenance_is_refused_to_be_left() -> None:
-    store = OneWriterStore()
-    search_of_three(store)
-    with pytest.raises(StoreRefused, match="old/maintenance"):
-        leave_round(store, "old", Remembered(), STAMP, amended)
-
-
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:
     store = OneWriterStore()
     search_of_three(store)
-    found = inspect(store, load(store, "old", side_by_side=map), 0, ScrubLimits(), side_by_side=map)
+    found = inspect(store, load(store, "old", side_by_side=map), EVERYTHING, ScrubLimits(), side_by_side=map)
     assert found.live
     assert (found.damaged, found.unread_count) == ([], 0)
     remove(store, "old", OWNER, STAMP, side_by_side=map)

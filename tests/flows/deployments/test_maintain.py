@@ -6,6 +6,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -13,10 +14,13 @@ from uuid import UUID
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import Artifact
+from prefect.client.schemas.sorting import ArtifactSort
 
 import prefect_tune as pt
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
+from prefect_tune.maintenance import runner
 from prefect_tune.maintenance.report import (
     DamagedCheckpoint,
     MaintenanceReport,
@@ -25,6 +29,7 @@ from prefect_tune.maintenance.report import (
     markdown,
 )
 from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, own_state
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_experiment
@@ -51,7 +56,7 @@ def live(target: Path, experiment: str = "digits") -> list[int]:
 # ------------------------------------------------------------------------------------------------ findings
 
 
-def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
+def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     with pytest.raises(
         pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
@@ -59,7 +64,7 @@ def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
         pt.maintain(str(target), verify="all")
     report = found.value.report
     assert isinstance(report, MaintenanceReport)
-    assert [(each.step, each.is_new, each.is_aside) for each in report.damaged] == [(4, True, True)]
+    assert [(each.step, each.is_aside) for each in report.damaged] == [(4, True)]
     assert (report.experiments[0].live_count, report.verified_count) == (6, 6)
     assert live(target) == [1, 2, 3, 5, 6]
 
@@ -67,12 +72,11 @@ def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
     assert (again.damaged, again.verified_count) == ([], 5)
 
 
-def test_damage_that_is_left_where_it_is_is_reported_once_too(target: Path) -> None:
+def test_damage_that_is_left_where_it_is_is_reported_each_time(target: Path) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
-    with pytest.raises(pt.DamageFound):
-        maintain(str(target), verify="all", quarantine=False)
-    again = maintain(str(target), verify="all", quarantine=False)
-    assert [(each.step, each.is_new) for each in again.damaged] == [(4, False)]
+    for _ in range(2):
+        with pytest.raises(pt.DamageFound, match=r"0000000004.* damaged: "):
+            maintain(str(target), verify="all", quarantine=False)
     assert live(target) == _STEPS
 
 
@@ -80,27 +84,21 @@ class Killed(BaseException):
     """The process is dead."""
 
 
-@pytest.mark.parametrize("act", ["quarantine_checkpoints", "show_report"])
-def test_damage_that_a_run_found_and_died_before_it_reported_is_reported_by_the_next(
-    target: Path, act: str, monkeypatch: pytest.MonkeyPatch
+def test_damage_is_in_a_published_report_before_it_is_quarantined(
+    target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
-    home = "flows.maintain" if act == "show_report" else "maintenance.runner"
-    module = importlib.import_module(f"prefect_tune.{home}")
-    real = getattr(module, act)
 
     def dies(*given: Any) -> None:
-        if act == "quarantine_checkpoints":
-            real(*given)
+        quarantine_checkpoints(*given)
         raise Killed
 
     with monkeypatch.context() as dying:
-        dying.setattr(module, act, dies)
+        dying.setattr(runner, "quarantine_checkpoints", dies)
         with pytest.raises(Killed):
             maintain(str(target), verify="all")
     assert live(target) == [1, 2, 3, 5, 6]
-    with pytest.raises(pt.DamageFound, match=r"checkpoints/0000000004.* damaged.*quarantined"):
-        maintain(str(target), verify="none", time_budget_seconds=1e-9, collect=False)
+    assert "| digits | trial | 4 | no |" in published(target)[-1]
     assert maintain(str(target), verify="all").damaged == []
 
 
@@ -114,11 +112,12 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
         search.finish(name)
     journal, manifest = torn_journal(target, "a"), unreadable_manifest(target, "b")
     policy = pt.Retention(last=1)
-    with pytest.raises(pt.DamageFound, match="small/trials/a/journal"):
-        maintain(str(target), verify="all")
-    again = maintain(str(target), verify="all", retention=policy)
+    with pytest.raises(pt.DamageFound, match="small/trials/a/journal") as found:
+        maintain(str(target), verify="all", retention=policy)
+    again = found.value.report
+    assert isinstance(again, MaintenanceReport)
     small = next(each for each in again.experiments if each.experiment == "small")
-    assert [(each.trial, each.folder, each.is_new) for each in small.damaged] == [("a", journal, False)]
+    assert [(each.trial, each.folder) for each in small.damaged] == [("a", journal)]
     assert (small.verified_count, small.pruned_count) == (5, 4)
     unchecked = [each.what for each in small.not_looked_at]
     assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == unchecked[:4]
@@ -142,29 +141,47 @@ def unreadable_manifest(target: Path, trial: str) -> str:
     return path.parent.relative_to(target).as_posix()
 
 
-def test_a_damaged_journal_is_reported_once_and_the_others_are_looked_after(target: Path) -> None:
+def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after(target: Path) -> None:
     write_experiment(target, "other", [2])
     flip(target / JournalKey(experiment="digits").entry_path(3))
     for folder in target.glob("digits/segments"):
         for path in folder.iterdir():
             path.unlink()
-    with pytest.raises(pt.DamageFound, match="digits/journal"):
-        pt.maintain(str(target), verify="all")
-    again = pt.maintain(str(target), verify="all")
-    assert [(each.folder, each.is_new) for each in again.damaged] == [("digits/journal", False)]
+    for _ in range(2):
+        with pytest.raises(pt.DamageFound, match="digits/journal") as found:
+            pt.maintain(str(target), verify="all")
+    again = found.value.report
+    assert isinstance(again, MaintenanceReport)
+    assert [each.folder for each in again.damaged] == ["digits/journal"]
     assert {each.experiment for each in again.not_looked_at} == {"digits"}
     assert again.verified_count == 1
 
 
-def test_after_as_many_runs_as_a_sample_has_rounds_everything_was_read(target: Path) -> None:
-    reports = [maintain(str(target), sample_rounds=3, collect=False) for _ in range(3)]
-    assert sum(each.verified_count for each in reports) == 6
+class Clock(datetime):
+    """A clock that stands."""
+
+    moment = datetime(2026, 11, 23, tzinfo=UTC)
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Any:
+        return cls.moment.astimezone(tz)
 
 
-def test_what_the_limits_leave_is_read_next_and_the_report_says_so(target: Path) -> None:
-    reports = [maintain(str(target), verify="all", max_verify_bytes=1) for _ in range(2)]
-    assert [each.verified_count for each in reports] == [1, 1]
-    assert [each.what for each in reports[0].not_looked_at] == ["5 checkpoints of this sample"]
+def test_a_run_on_each_day_reads_everything_in_as_many_days_as_the_share_says(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("prefect_tune.flows.maintain"), "datetime", Clock)
+    first, read = Clock.moment - timedelta(days=Clock.moment.toordinal() % 3), list[int]()
+    for day in range(3):
+        monkeypatch.setattr(Clock, "moment", first + timedelta(days=day))
+        read.append(maintain(str(target), share="1/3", collect=False).verified_count)
+    assert sum(read) == 6
+
+
+def test_what_the_limits_leave_is_in_the_report(target: Path) -> None:
+    report = maintain(str(target), verify="all", max_verify_bytes=1)
+    assert report.verified_count == 1
+    assert [each.what for each in report.not_looked_at] == ["5 checkpoints of this sample"]
     none = maintain(str(target), time_budget_seconds=1e-9)
     assert [(each.what, each.why) for each in none.not_looked_at] == [("everything", "the time budget was spent")]
 
@@ -223,7 +240,7 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
     ("asked", "what"),
     [
         ({"experiments": ["digit"]}, "none of the 1 at .* matches 'digit'"),
-        ({"sample_rounds": 0}, "sample_rounds: expected more than 0"),
+        ({"share": "7"}, "share: expected one part of several, such as '1/7', found '7'"),
         ({"max_verify_bytes": 0}, "max_verify_bytes: expected more than 0"),
         ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0"),
         ({"time_budget_seconds": float("inf")}, "time_budget_seconds: expected at most 1e.10, found inf; leave it out"),
@@ -318,13 +335,23 @@ def _or_kept(act: Callable[[], None], errors: list[BaseException]) -> Callable[[
 
 def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target: Path) -> None:
     maintain(str(target), verify="all", retention=pt.Retention(last=3))
-    with get_client(sync_client=True) as client:
-        only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
-        [page] = (each for each in client.read_artifacts(artifact_filter=only) if str(target) in str(each.data))
+    [page] = pages(target)
     assert "| digits |" in str(page.data)
     assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}
     until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
+
+
+def pages(target: Path) -> list[Artifact]:
+    """The published reports of the target, oldest first."""
+    only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=only, sort=ArtifactSort.ID_DESC)
+    return sorted((each for each in found if str(target) in str(each.data)), key=lambda each: str(each.created))
+
+
+def published(target: Path) -> list[str]:
+    return [str(each.data) for each in pages(target)]
 
 
 def _task_runs(flow_run: UUID) -> set[str]:
@@ -335,13 +362,13 @@ def _task_runs(flow_run: UUID) -> set[str]:
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
-    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_new=True, is_aside=True)
-    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_new=False, is_aside=False)
+    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_aside=True)
+    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_aside=False)
     left = (NotLookedAt("e", "garbage", "time"),) * 120
     page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=(bad, journal)),), left, dry_run=True))
     assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not checked")
-    assert r"| e | t | 3 | yes | yes | a \| b c \<i\> |" in page
-    assert "| e |  | journal | no | no | torn |" in page
+    assert r"| e | t | 3 | yes | a \| b c \<i\> |" in page
+    assert "| e |  | journal | no | torn |" in page
     assert "and 20 more" in page
     assert page.startswith("# Dry run")
 

@@ -48,7 +48,6 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.messages.trial_replies import answer, read_answer
 from prefect_tune.core.notifications.callback_delivery import newest_state
-from prefect_tune.core.operations.maintenance_state import last_round
 from prefect_tune.core.operations.quarantine import reinstate
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.documents import Document
@@ -112,7 +111,6 @@ def facts_of(target: pt.LocalTarget, name: str) -> dict[str, Any]:
             "rows": results.to_arrow("reports").num_rows,
             "requests": _requests(store, name),
             "callback": _callback(store, name),
-            "maintenance": last_round(store, name).number,
         }
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain

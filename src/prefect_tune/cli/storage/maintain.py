@@ -17,7 +17,7 @@ from prefect_tune.core.errors import DamageFound
 if TYPE_CHECKING:
     from prefect_tune.maintenance.report import MaintenanceReport
 
-_NEW_DAMAGE = 4
+_DAMAGE = 4
 
 
 @command
@@ -30,6 +30,9 @@ def maintain(
         ),
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
+    share: Annotated[
+        str, typer.Option(metavar="1/N", help="The sample: another part each day, all in N days.")
+    ] = "1/7",
     keep_last: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Prune finished experiments to the last N.", show_default=False),
@@ -39,7 +42,7 @@ def maintain(
 ) -> None:
     """Verify checkpoints, quarantine damaged ones, delete unneeded objects; safe beside running experiments.
 
-    Exits with 4 if it found damage that no earlier run reported.
+    Exits with 4 if it found damage.
     """
     from prefect_tune.core.experiment.retention import Retention
 
@@ -50,7 +53,9 @@ def maintain(
         retention = None if keep_last is None else Retention(last=keep_last)
         alarm = ""
         try:
-            report = flow(target, experiments=experiments, verify=verify, retention=retention, dry_run=dry_run)
+            report = flow(
+                target, experiments=experiments, verify=verify, share=share, retention=retention, dry_run=dry_run
+            )
         except DamageFound as found:
             alarm, report = str(found), cast("MaintenanceReport", found.report)
     if as_json:
@@ -59,4 +64,4 @@ def maintain(
         print(report.summary)
     if alarm:
         print(f"prefect-tune: {alarm}", file=sys.stderr)
-        raise typer.Exit(_NEW_DAMAGE)
+        raise typer.Exit(_DAMAGE)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from prefect_tune.core.experiment.summary import is_search
 from prefect_tune.core.experiment.trial_transitions import Trial, is_aside
 from prefect_tune.core.models import plural, shown_size
 from prefect_tune.core.operations.quarantine import reinstate
-from prefect_tune.core.operations.scrub import inspect_one, read_one
+from prefect_tune.core.operations.scrub import DailyShare, inspect_one, read_one, share_of
 from prefect_tune.core.recovery.stale_reads import current_trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -38,13 +39,17 @@ def verify(
         int | None,
         typer.Option(metavar="STEP", help="Reinstate a quarantined checkpoint if it is whole.", show_default=False),
     ] = None,
+    share: Annotated[
+        str, typer.Option(metavar="1/N", help="Read one part of the checkpoints: another one each day, all in N days.")
+    ] = "1",
     as_json: AsJson = False,
 ) -> None:
     """Read every live checkpoint, and verify every byte."""
+    part = share_of(share, datetime.now(UTC).date())
     found: list[_Verified] = []
     with opened(target, experiment) as (store, state):
         trials = trials_today(store, state, chosen_trials(state, trial))
-        checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
+        checks = _verified(store, state, trials, part) if release is None else _released(store, state, trials, release)
         for name, of_trial in groupby(checks, key=lambda each: each.trial):
             named = f"{name} " if is_search(state) else ""
             found += (verified := _with_progress(name, of_trial, damaged=None if as_json else f"{named}step"))
@@ -53,7 +58,8 @@ def verify(
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     elif not found:
-        print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
+        which = "no checkpoint is live" if part.parts == 1 else "no live checkpoint is in today's part"
+        print(f"{experiment}: {which}, so there is nothing to verify")
     if any(each.damage for each in found):
         raise typer.Exit(1)
 
@@ -95,9 +101,9 @@ def _print_whole(trial: str, verified: Sequence[_Verified]) -> None:
         print(f"{trial}{steps}: {size} in {files}, whole")
 
 
-def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
+def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial], part: DailyShare) -> Iterator[_Verified]:
     with transfer_pool() as transfers:
-        for key in (key for trial in trials for key in live_checkpoints(state, trial)):
+        for key in (key for trial in trials for key in live_checkpoints(state, trial) if part.has(key)):
             for each in inspect_one(store, key, side_by_side=transfers):
                 yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
 

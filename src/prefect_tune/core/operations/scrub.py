@@ -1,21 +1,22 @@
-"""Scrub checkpoints: read them back to find damage, all of them or a share in each maintenance round.
+"""Scrub checkpoints: read them back to find damage, all of them or the share of a day.
 
-The checkpoints of an experiment are placed on a ring by a hash of their names. A round reads those on an arc of the
-ring, and the next round begins where it ended. So with a share of 1/24, every checkpoint that exists the whole time is
-read once in 24 rounds, even while others are added and deleted, at any interval between rounds. A round that runs out
-of time ends at the first checkpoint that it did not read. An object that cannot be read neither stops the round nor
-blocks the next one. `maintenance_state` has the state that is kept between rounds.
+The share 1/7 splits the checkpoints of an experiment into seven parts by a hash of their names, and each day has its
+part: in each period of seven days, every checkpoint that exists all the while is in one. The parts are drawn anew for
+each period, so that runs once a week do not read the same part each time. No state is kept between runs. A run that
+runs out of time leaves the rest, and each day has an order of its own. An object that cannot be read does not stop it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, live_keys
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
@@ -26,14 +27,42 @@ from prefect_tune.core.recovery.stale_reads import is_live_now
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-_RING = 2**52
+
+@dataclass(frozen=True, slots=True)
+class DailyShare:
+    """One of `parts` equal parts of the checkpoints: that of a day, counted from any fixed date."""
+
+    parts: int = 1
+    day: int = 0
+
+    def chosen(self, keys: Iterable[CheckpointKey]) -> Sequence[CheckpointKey]:
+        """Return the keys of this part, in the order of this day."""
+        return sorted(filter(self.has, keys), key=lambda key: _hash(key, self.day))
+
+    def has(self, key: CheckpointKey) -> bool:
+        """Return whether the key is in this part."""
+        return _hash(key, self.day // self.parts) % self.parts == self.day % self.parts
+
+
+EVERYTHING = DailyShare()
+_SHARE = re.compile(r"1(?:/([1-9]\d{0,5}))?")
+
+
+def share_of(text: str, today: date) -> DailyShare:
+    """Return today's part of a share such as `"1/7"`.
+
+    Raises:
+        InvalidInput: it is no such share.
+    """
+    if (found := _SHARE.fullmatch(text)) is None:
+        raise InvalidInput(f"share: expected one part of several, such as '1/7', found {text!r}; nothing was begun")
+    return DailyShare(int(found[1] or 1), today.toordinal())
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubLimits:
-    """How much a round reads; always at least one checkpoint, so that every round makes progress."""
+    """How much of its share a run reads: at least one checkpoint."""
 
-    share: float = 1.0
     max_bytes: int | None = None
     has_time: Callable[[], bool] = lambda: True
 
@@ -50,16 +79,12 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The result of a round."""
+    """The result of a run."""
 
     live: tuple[CheckpointKey, ...]
     inspected: tuple[Inspected, ...] = ()
     unread_count: int = 0
-    """The number of checkpoints on its arc that were not read, for lack of time or because of `max_bytes`."""
-    ends_at: int = 0
-    """The place on the ring where the next round begins."""
-    journals: tuple[str, ...] = ()
-    """The folders of the journals that were read, and are consistent."""
+    """The number of checkpoints of its share that were not read, for lack of time or because of `max_bytes`."""
     unreadable: tuple[Unreadable, ...] = ()
     """Journals and checkpoints that could not be read, or not in time."""
 
@@ -69,29 +94,17 @@ class Inspection:
         return [each for each in self.inspected if each.damage is not None]
 
 
-def place_of(key: CheckpointKey) -> int:
-    """Return the checkpoint's place on the ring."""
-    return int(digest_of(key.folder.encode())[:13], 16)
-
-
-def on_arc(keys: Iterable[CheckpointKey], begins_at: int, share: float) -> Sequence[CheckpointKey]:
-    """Return the keys on the arc that begins at `begins_at` and is `share` of the ring, in ring order."""
-    far = {key: (place_of(key) - begins_at) % _RING for key in keys}
-    return sorted((key for key in far if far[key] < _length(share)), key=lambda key: far[key])
-
-
-def _length(share: float) -> int:
-    return min(_RING, math.ceil(share * _RING))
+def _hash(key: CheckpointKey, salt: int) -> int:
+    return int(digest_of(f"{salt}/{key.folder}".encode())[:13], 16)
 
 
 @dataclass(slots=True)
 class _Journals:
-    """Reads trials' own journals, and collects those that are whole and those that cannot be read."""
+    """Reads trials' own journals, and collects those that cannot be read."""
 
     store: ObjectStore
     state: Experiment
     side_by_side: ParallelMap
-    whole: set[str] = field(default_factory=set)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
 
     def live(self, trials: Iterable[Trial]) -> Sequence[CheckpointKey]:
@@ -102,7 +115,6 @@ class _Journals:
             if isinstance(trial, Unreadable):
                 self.unreadable[folder] = trial
             else:
-                self.whole.add(folder)
                 keys += _keys(self.state, trial)
         return keys
 
@@ -127,9 +139,9 @@ def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:
 
 
 def inspect(
-    store: ObjectStore, state: Experiment, begins_at: int, limits: ScrubLimits, *, side_by_side: ParallelMap
+    store: ObjectStore, state: Experiment, share: DailyShare, limits: ScrubLimits, *, side_by_side: ParallelMap
 ) -> Inspection:
-    """Read the live checkpoints on an arc, within `limits`; where one is damaged, all others of its trial too.
+    """Read the live checkpoints of a share, within `limits`; where one is damaged, all others of its trial too.
 
     Checkpoints of a trial share blobs, so that one damaged blob often damages several. A checkpoint that is retired
     during the read is not damaged. An object that cannot be read is reported, and the rest is read all the same.
@@ -139,19 +151,17 @@ def inspect(
     """
     journals = _Journals(store, state, side_by_side)
     live = _known_keys(state, journals)
-    arc = on_arc(live, begins_at, limits.share)
-    concerned = {key.trial.trial: state.trial(key.trial.trial) for key in arc}
+    chosen = share.chosen(live)
+    concerned = {key.trial.trial: state.trial(key.trial.trial) for key in chosen}
     today = frozenset(journals.live(concerned.values()))
-    read = _read(store, [key for key in arc if key in today], limits, side_by_side)
+    read = _read(store, [key for key in chosen if key in today], limits, side_by_side)
     suspect = {each.key.trial for each in read.inspected if each.damage is not None}
-    beside = [key for key in live if key.trial in suspect and (key in read.unread or key not in arc)]
+    beside = [key for key in live if key.trial in suspect and (key in read.unread or key not in chosen)]
     more = _Read() if read.is_late else _read(store, beside, ScrubLimits(), side_by_side)
     return Inspection(
         tuple(live),
         (*read.inspected, *more.inspected),
         len(read.unread),
-        place_of(read.unread[0]) if read.unread else (begins_at + _length(limits.share)) % _RING,
-        (state.key.entries, *sorted(journals.whole)),
         (*journals.unreadable.values(), *read.unreadable, *more.unreadable),
     )
 
@@ -163,20 +173,20 @@ class _Read:
     """The checkpoints that the limits excluded."""
     unreadable: list[Unreadable] = field(default_factory=list)
     is_late: bool = False
-    """Whether the time for the round has run out."""
+    """Whether the time for the run has run out."""
 
 
-def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: ScrubLimits, side_by_side: ParallelMap) -> _Read:
+def _read(store: ObjectStore, chosen: Sequence[CheckpointKey], limits: ScrubLimits, side_by_side: ParallelMap) -> _Read:
     done = _Read()
     room = math.inf if limits.max_bytes is None else limits.max_bytes
-    for count, key in enumerate(arc):
+    for count, key in enumerate(chosen):
         if count and (room <= 0 or not limits.has_time()):
-            done.unread = arc[count:]
+            done.unread = chosen[count:]
             break
         try:
             found = _inspected(store, key, side_by_side)
         except DeadlineExceeded as late:
-            _too_late(done, arc[count:], late, is_first=not count)
+            _too_late(done, chosen[count:], late, is_first=not count)
             break
         if isinstance(found, Unreadable):
             done.unreadable.append(found)
@@ -192,7 +202,7 @@ def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: ParallelMap
 
 
 def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded, *, is_first: bool) -> None:
-    """Record the timeout; if the first checkpoint took all the time, report it, and let the next round skip it."""
+    """Record the timeout; if the first checkpoint took all the time, report it."""
     done.is_late = True
     if is_first:
         done.unreadable.append(Unreadable(rest[0].folder, str(late), rest[0].trial.trial))

@@ -4,7 +4,6 @@
 <experiment>/segments/0000000010.jsonl
 <experiment>/live/0000000001-0000000001.json
 <experiment>/requests/0000000001.json
-<experiment>/maintenance/0000000001.json
 <experiment>/results/trials/0000000010.parquet
 <experiment>/results/reports/0000000010.parquet
 <experiment>/callbacks/<name>/0000000001.json
@@ -126,16 +125,6 @@ def requests_folder(experiment: str) -> str:
 def request_path(experiment: str, number: int) -> str:
     """Return the path of request `number` (from 1)."""
     return numbered(requests_folder(experiment), number)
-
-
-def maintenance_folder(experiment: str) -> str:
-    """Return the folder of maintenance's own state for an experiment."""
-    return f"{valid_name(experiment)}/maintenance"
-
-
-def maintenance_path(experiment: str, number: int) -> str:
-    """Return the path of the state after maintenance round `number` (from 1)."""
-    return numbered(maintenance_folder(experiment), number)
 
 
 class CheckpointName(Protocol):
