@@ -23,8 +23,12 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.terminal.progress_state import ProgressTracker
-from prefect_tune.terminal.time_left import Promotions, SearchEstimate
+from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -228,24 +232,42 @@ def test_many_waiting_trials_are_spread_over_the_slots() -> None:
     assert search.left() == timedelta(seconds=999_999 // 2 * 10 + 5)
 
 
-@pytest.mark.parametrize(("promotions", "seconds"), [(Promotions((2,), 2, most=10), 8), (None, 0)])
-def test_a_paused_trial_trains_what_the_scheduler_is_expected_to_promote(
-    promotions: Promotions | None, seconds: float
+@pytest.mark.parametrize(("first_pause", "step", "seconds"), [(4, 2, 2 + 4), (4, 6, 4), (None, 2, 8 + 10)])
+def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
+    first_pause: int | None, step: int, seconds: float
 ) -> None:
-    outlook = SearchEstimate("e", trial_count=1, step_count=10, promotions=promotions)
-    state = nothing_yet("e")
-    tracker = ProgressTracker(state, outlook, 0.0, NOON)
-    saved = CheckpointRef(step=2, sequence=4)
-    entries: list[tuple[float, Event]] = [
-        (0, TrialAdded(trial="a", config={})),
-        (0, Started(trial="a", attempt=1, from_step=0)),
-        *((at, Reported(trial="a", report=StepReport(step=at, metrics={}))) for at in (1, 2)),
-        (2, Committed(trial="a", checkpoint=saved)),
-        (2, Paused(trial="a", reason="rung")),
-    ]
-    for number, (now, event) in enumerate(entries, 1):
-        state = after_event(state, event, number)
-        tracker.happened(event, state, NOON, now)
-    shown = tracker.state(2.0)
-    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=seconds), promotions is None)
-    assert shown.share == (0.2 if promotions else 1.0)
+    outlook = SearchEstimate("e", trial_count=3, step_count=10, first_pause=first_pause)
+    search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1)
+    search.tracker = ProgressTracker(nothing_yet("e"), outlook, 0.0, NOON)
+    search.experiment, search.next_at = nothing_yet("e"), {}
+    search._fill()
+    search.run(until=1)
+    search.happens(Paused(trial="00000", reason="number 2 of 2"))
+    search.next_at.clear()
+    search.happens(TrialAdded(trial="00001", config={}))
+    search.happens(Started(trial="00001", attempt=1, from_step=0))
+    for at in range(1, step + 1):
+        report = StepReport(step=at, metrics={})
+        search.tracker.reported("00001", report, search.experiment, 1.0 + at)
+    shown = search.tracker.state(1.0 + step)
+    assert (shown.left, shown.may_take_longer) == (timedelta(seconds=seconds), True)
+
+
+def test_before_the_first_pause_of_a_promotion_search_its_time_left_is_a_least_already() -> None:
+    for pauses in (first_pause(ASHA(9, grace_period=3, variant="promotion")), None):
+        search = SimulatedSearch(slots=1, trials=1, steps=10, step_seconds=1)
+        outlook = SearchEstimate("e", trial_count=1, step_count=10, first_pause=pauses)
+        search.tracker = ProgressTracker(nothing_yet("e"), outlook, 0.0, NOON)
+        search.experiment, search.next_at = nothing_yet("e"), {}
+        search._fill()
+        search.run(until=2)
+        shown = search.tracker.state(2.0)
+        assert (shown.left, shown.may_take_longer) == (timedelta(seconds=(pauses or 10) - 2), pauses is not None)
+
+
+def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:
+    promotion, others = ASHA(max_t=27, grace_period=3, variant="promotion"), (Hyperband(max_t=27), FIFO(), None)
+    assert resumes_paused(PBT(4, {"lr": [0.1, 0.2]}))
+    assert not any(map(resumes_paused, (promotion, *others)))
+    assert first_pause(promotion) == 3
+    assert [first_pause(each) for each in (ASHA(max_t=27), *others)] == [None] * 4

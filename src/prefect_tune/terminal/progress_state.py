@@ -30,7 +30,7 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import parse_time
-from prefect_tune.terminal.time_left import AttemptTimes, SearchEstimate, TrialStanding, seconds_left
+from prefect_tune.terminal.time_left import AttemptTimes, SearchEstimate, seconds_left
 
 _NOTES = 50
 _ERRORS = 5
@@ -192,7 +192,7 @@ class ProgressTracker:
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         left = None if experiment.ends else self._left(now, trials, attempts)
-        has_paused = outlook.promotions is None and any(each.phase is Phase.PAUSED for each in trials)
+        may_resume = outlook.first_pause is not None or any(each.phase is Phase.PAUSED for each in trials)
         newest = [
             with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
             if each.phase is Phase.RUNNING
@@ -209,7 +209,7 @@ class ProgressTracker:
             counts=counts,
             reports_per_second=self._rate(now, reports),
             left=left,
-            may_take_longer=has_paused and left != self._budget_left(now),
+            may_take_longer=may_resume and left != self._budget_left(now),
             rungs=dict(sorted(rungs.items())),
             running=[each for each in newest if each.phase is Phase.RUNNING],
             others=others,
@@ -259,10 +259,6 @@ def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], o
     """Return the share of the search's training that is done; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
-    if outlook.promotions is not None:
-        standings = [TrialStanding(_newest_step(each, live.get(each.trial)), each.phase in ENDED) for each in trials]
-        done, (left, _) = sum(each.step for each in standings), outlook.promotions.left(outlook.trial_count, standings)
-        return done / (done + left) if left else 1.0
     return min(1.0, share_of_trials(trials, live, outlook) / max(1, outlook.trial_count, len(trials)))
 
 
@@ -275,12 +271,8 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
     if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
-    step = _newest_step(trial, report)
-    return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
-
-
-def _newest_step(trial: Trial, report: StepReport | None) -> int:
-    return max(trial.step, report.step if report else 0)
+    step, steps = max(trial.step, report.step if report else 0), outlook.first_pause or outlook.step_count
+    return min(1.0, step / steps) if steps else 0.0
 
 
 def _note_of(event: Event, at: datetime, experiment: Experiment) -> Note | None:

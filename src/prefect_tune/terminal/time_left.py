@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
-from math import sqrt
 from statistics import fmean
 
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
@@ -15,10 +13,8 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.rungs import ladder
 from prefect_tune.core.search.objective import Objective
 
-_MORE = 0.4
 _MANY = 50
 """From this number of waiting trials per slot on, the slots are taken to end at the same time."""
 
@@ -37,8 +33,8 @@ class SearchEstimate:
     """The time budget of this run."""
     slot_count: int = 1
     """The number of trials that train at a time."""
-    promotions: Promotions | None = None
-    """How the scheduler promotes paused trials; None if it pauses none, or if that is unknown."""
+    first_pause: int | None = None
+    """The step at which the scheduler first pauses every trial, to promote some; None for other schedulers."""
     is_training: bool = False
     """Whether it is a single training, not a search."""
     resumes_paused: bool = False
@@ -102,9 +98,8 @@ def seconds_left(
 
     A step takes as long as the steps of this run, and before its first one as long as those of earlier runs. Steps
     after a waiting trial's newest checkpoint are trained again. Running trials train `step_count` steps, and new ones
-    as many as the finished ones on average. A paused trial trains no more, unless all are resumed, or `promotions`
-    says how many: then the slots share the expected steps and starts, which take no less time than the steps of the
-    best trial alone.
+    as many as the finished ones on average; where trials are promoted, both train until their first pause. A paused
+    trial trains no more, unless all are resumed: where some are, this is the least time.
 
     Args:
         trials: all trials so far.
@@ -114,35 +109,22 @@ def seconds_left(
     costs = _costs(outlook, trials, [each for of_trial in attempts.values() for each in of_trial])
     if costs is None or outlook.trial_count is None:
         return None
-    if outlook.promotions is not None:
-        standings = [TrialStanding(_next_start(each, attempts), each.phase in ENDED) for each in trials]
-        steps, starts = outlook.promotions.left(outlook.trial_count, standings)
-        together = (steps * costs.step_seconds + starts * costs.start_seconds) / outlook.slot_count
-        return max(together, outlook.promotions.alone(standings) * costs.step_seconds)
     running = [_left_of(attempts[each.trial][-1], costs, now) for each in trials if each.status is Status.RUNNING]
     waiting = [*_waiting(outlook, trials, costs)]
     new = max(0, outlook.trial_count - len(trials)), costs.of_attempt(0, costs.length)
     return _end_of_last(running, waiting, new, outlook.slot_count)
 
 
-def _next_start(trial: Trial, attempts: Mapping[str, Sequence[AttemptTimes]]) -> int:
-    """Return the step from which a trial trains next."""
-    if trial.status is Status.RUNNING:
-        return attempts[trial.trial][-1].step
-    newest = newest_checkpoint(trial)
-    return trial.step if trial.phase in ENDED else newest.step if newest else 0
-
-
 def _costs(outlook: SearchEstimate, trials: Sequence[Trial], attempts: Sequence[AttemptTimes]) -> _Costs | None:
     finished = [each for each in trials if each.phase in ENDED and each.status is not Status.ERRORED]
     steps = [each.step for each in finished if each.step]
-    length = fmean(steps) if steps else outlook.promotions.most if outlook.promotions else outlook.step_count
+    length = outlook.first_pause or (fmean(steps) if steps else outlook.step_count)
     step_seconds = _step_seconds(trials, attempts)
     if length is None or step_seconds is None:
         return _costs_without_steps(attempts)
     starts = [each.until_first_report() for each in attempts if each.first]
     start_seconds = fmean(max(0.0, seconds - count * step_seconds) for seconds, count in starts) if starts else 0.0
-    return _Costs(step_seconds, start_seconds, length, outlook.step_count or length)
+    return _Costs(step_seconds, start_seconds, length, outlook.first_pause or outlook.step_count or length)
 
 
 def _costs_without_steps(attempts: Sequence[AttemptTimes]) -> _Costs | None:
@@ -190,80 +172,11 @@ def _end_of_last(running: Sequence[float], waiting: Sequence[float], new: tuple[
     return max(slots)
 
 
-# ------------------------------------------------------------------------------- searches that promote paused trials
-
-
-@dataclass(frozen=True, slots=True)
-class TrialStanding:
-    """How far a trial is."""
-
-    step: int
-    is_ended: bool
-    """Whether it trains no more; a paused trial may."""
-
-
-@dataclass(frozen=True, slots=True)
-class Promotions:
-    """The rungs of a search that promotes paused trials."""
-
-    rungs: tuple[int, ...]
-    """The steps at which trials pause, ascending."""
-    reduction_factor: float
-    most: int
-    """The step at which every trial ends."""
-
-    def left(self, trial_count: int, standings: Sequence[TrialStanding]) -> tuple[int, int]:
-        """Return the expected numbers of steps to train, and of attempts to start.
-
-        Of `n` trials that reach a rung, the best `n / reduction_factor` train to the next one, at least one of them,
-        since the search trains its best trial to the end. As they are promoted before all `n` are there, later ones
-        take the place of some, and make about `0.4 * sqrt(n)` more (Li et al. 2020 give the order; the factor was
-        measured in simulated searches of 9 to 200 trials: their mean was met within 25 %, a single one within 60 %).
-
-        Args:
-            trial_count: of the whole search.
-            standings: of the trials so far.
-        """
-        expected, steps, starts = max(trial_count, len(standings)), 0, 0
-        able = expected - sum(each.is_ended for each in standings)
-        for begin, end in pairwise((0, *self.rungs, self.most)):
-            here = [each for each in standings if each.step > begin or begin == 0]
-            steps += sum(end - each.step for each in here if each.step < end and not each.is_ended)
-            steps += (expected - len(here)) * (end - begin)
-            starts += expected - len(here)
-            beyond = [each for each in standings if each.step > end]
-            promoted = max(1, int(expected / self.reduction_factor + _MORE * sqrt(expected)))
-            most = len(beyond) + able - sum(not each.is_ended for each in beyond)
-            expected = max(len(beyond), min(promoted, most))
-        return steps, starts
-
-    def alone(self, standings: Sequence[TrialStanding]) -> int:
-        """Return the most steps that one trial has to train: to its next rung, or the best one to the end.
-
-        A trial of an earlier run may have paused beyond the end: a resume may bring another stop criterion.
-        """
-        open_ones = [each.step for each in standings if not each.is_ended]
-        ends = (*self.rungs, self.most)
-        to_next = [min((end - step for end in ends if end >= step), default=0) for step in open_ones]
-        if open_ones and max(each.step for each in standings) < self.most:
-            to_next.append(self.most - max(open_ones))
-        return max(to_next, default=0)
-
-
 def resumes_paused(scheduler: Scheduler | None) -> bool:
     """Return whether a scheduler resumes every trial that it pauses, if only to end it."""
     return isinstance(scheduler, PBT | MedianStopping)
 
 
-def promotions_of(scheduler: Scheduler | None, step_count: int | None) -> Promotions | None:
-    """Return the rungs of a promotion search; None for other schedulers, and for several brackets.
-
-    Args:
-        scheduler: of the search.
-        step_count: the step at which a stop criterion ends every trial; None if there is none.
-    """
-    if not isinstance(scheduler, ASHA) or scheduler.variant != "promotion" or scheduler.brackets > 1:
-        return None
-    most = min(scheduler.max_t, step_count or scheduler.max_t)
-    rungs = tuple(ladder(scheduler.grace_period, most, scheduler.reduction_factor))
-    return Promotions(rungs, scheduler.reduction_factor, most)
+def first_pause(scheduler: Scheduler | None) -> int | None:
+    """Return the step at which a scheduler may pause every trial for the first time; None if it promotes none."""
+    return scheduler.grace_period if isinstance(scheduler, ASHA) and scheduler.variant == "promotion" else None

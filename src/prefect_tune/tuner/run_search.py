@@ -67,7 +67,7 @@ from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owne
 from prefect_tune.tasks.existing_experiment import read_known, require_presence
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
-from prefect_tune.terminal.time_left import SearchEstimate, promotions_of, resumes_paused
+from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
 from prefect_tune.trust.require_trusted import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.exploration_check import ExplorationCheck
@@ -193,15 +193,14 @@ def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
 def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
     stopper, target, objective = plan.stopper, plan.target, plan.objective
     sync = plan.sync or SyncConfig()
-    step_count = of_trials(stopper).step_count
     outlook = SearchEstimate(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
-        step_count=step_count,
+        step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
         slot_count=slots.count,
-        promotions=promotions_of(plan.scheduler, step_count),
+        first_pause=first_pause(plan.scheduler),
         resumes_paused=resumes_paused(plan.scheduler),
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)
