@@ -77,9 +77,9 @@ def names(*events: Event) -> list[str]:
 def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
     trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
     started, saved, finished = lifecycle_events_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
-    assert started.payload() == {"version": 3, "trial": T, "status": "running", "attempt": 1}
+    assert started.payload() == {"version": 1, "trial": T, "status": "running", "attempt": 1}
     assert saved.payload() == {
-        "version": 3,
+        "version": 1,
         "trial": T,
         "attempt": 1,
         "step": 2,
@@ -90,7 +90,7 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
         "parent": None,
     }
     assert finished.payload() == {
-        "version": 3,
+        "version": 1,
         "trial": T,
         "status": "completed",
         "step": 2,
@@ -112,9 +112,9 @@ def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> N
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = lifecycle_events_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    known = {"version": 3, "trial": T, "status": "interrupted", "attempt": 1, "step": 1, "cause": "machine"}
+    known = {"version": 1, "trial": T, "status": "interrupted", "attempt": 1, "step": 1, "cause": "machine"}
     assert ended.payload() == {**known, "message": short(LONG)}
-    assert restored.payload() == {"version": 3, "trial": T, "status": "running", "attempt": 2, "step": 1}
+    assert restored.payload() == {"version": 1, "trial": T, "status": "running", "attempt": 2, "step": 1}
 
 
 def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
@@ -171,7 +171,7 @@ def test_a_clone_says_whose_checkpoint_it_is() -> None:
         trial=T, checkpoint=CheckpointRef(step=4, sequence=2), source=source, config={"lr": 1}, reason="worse"
     )
     (exploited,) = lifecycle_events_in(ADDED, clone)
-    assert exploited.payload() == {"version": 3, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
+    assert exploited.payload() == {"version": 1, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
 
 
 def test_reports_and_what_only_the_journal_needs_are_no_news() -> None:

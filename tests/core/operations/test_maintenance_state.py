@@ -165,7 +165,3 @@ def test_a_damaged_journal_is_known_until_it_is_read_again() -> None:
     second = next_round(first, found(journals=(whole,)), ())
     assert reported_folders(second) == {own}
     assert reported_folders(next_round(second, found(journals=(whole, own)), ())) == frozenset()
-
-
-def test_a_round_with_nothing_untold_is_written_as_before_anything_could_be() -> None:
-    assert b"untold" not in seal(amended(NOTHING_YET))

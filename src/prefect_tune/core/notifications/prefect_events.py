@@ -30,7 +30,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import Metrics, Value, first_line
 from prefect_tune.core.storage.layout import TrialKey
 
-VERSION = 3
+VERSION = 1
 """The version of the schema: raised when a field is renamed or changes its meaning, not for a new field.
 
 2: the keys of `trials` are the words of `Status`; 1 said `finished` for completed, pruned and some interrupted ones.

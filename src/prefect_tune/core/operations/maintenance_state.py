@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
-
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, StoreUnavailable, UnknownVersion
-from prefect_tune.core.models import Stamp, Value, without_unset
+from prefect_tune.core.models import Stamp, Value
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
@@ -50,11 +48,6 @@ class Round(Document):
     """The folders of checkpoints and journals that are known to be damaged, and still are."""
     untold: tuple[UnreportedDamage, ...] = ()
     """The damage that the next round has to report, even if it is repaired by then."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out an empty `untold`, as in documents written before this field existed."""
-        return without_unset(dump(self), "untold")
 
 
 NOTHING_YET = Round(write_id="", at="")
