@@ -1,7 +1,4 @@
-"""The flow `resume` for deployments: its form shows few parameters first, and the others in one group.
-
-Deployments of earlier releases name `prefect_tune.flows.resume.resume`, and still run.
-"""
+"""The flow `resume` for deployments: its form shows few parameters first, and the others in one group."""
 
 from __future__ import annotations
 

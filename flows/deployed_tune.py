@@ -1,7 +1,4 @@
-"""The flow `tune` for deployments: its form shows few parameters first, and the others in one group.
-
-Deployments of earlier releases name `prefect_tune.flows.tune.tune`, and still run.
-"""
+"""The flow `tune` for deployments: its form shows few parameters first, and the others in one group."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefect_tune.demo.run_demo import DemoOptions, run_demo
+from prefect_tune.demo.run_demo import Demo
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
 COLUMNS = 84
@@ -22,7 +22,7 @@ def without_fonts(svg: str) -> str:
 def main() -> int:
     """Return the exit code."""
     console = Console(record=True, width=COLUMNS, force_terminal=False, highlight=False)
-    held = run_demo(DemoOptions(), console)
+    held = Demo().run(console)
     if held:
         PICTURE.write_text(without_fonts(console.export_svg(title="make demo")))
     return 0 if held else 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _INT64 = 2**63
 _OF_A_REPORT = ("trial", "step", "trained_seconds")
-COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "2", "reports": "1"}
+COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "1", "reports": "1"}
 """Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
 
 Trials 2: `status` says completed, pruned or interrupted where 1 said finished, and interrupted for some that 1 said
@@ -92,7 +92,7 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
     except (pa.ArrowException, OSError):  # pyarrow's error of a damaged page is an OSError
         return None
     about = table.schema.metadata or {}
-    is_of_this_release = about.get(b"prefect-tune/version", b"1") == COLUMNS_VERSIONS["reports"].encode()
+    is_of_this_release = about.get(b"prefect-tune/version") == COLUMNS_VERSIONS["reports"].encode()
     return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.blocks import SyncConfig
-from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, newest_index
+from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, ArtifactIndex, newest_index
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Started, TrialAdded
-from prefect_tune.core.storage.documents import Document, seal
+from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
@@ -79,19 +79,10 @@ def test_who_syncs_by_hand_speaks_for_the_attempt_that_is_there(stale: Path, lat
         send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
 
 
-class _OldIndex(Document):
-    """The index of earlier releases, which does not name its attempt."""
-
-    format: str = "prefect-tune/artifacts"
-    version: int = 1
-    number: int = 1
-    write_id: str = "w"
-    files: tuple[ArtifactFile, ...] = ()
-
-
-def test_an_index_that_says_no_attempt_is_read_and_gone_on_from(stale: Path, tmp_path: Path) -> None:
+def test_an_index_that_no_attempt_wrote_is_read_and_continued(stale: Path, tmp_path: Path) -> None:
     store = MemoryStore()
-    store.objects[f"{REMOTE}/index/0000000001.json"] = seal(_OldIndex(files=(ArtifactFile(path="empty"),)))
+    by_hand = ArtifactIndex(number=1, write_id="w", files=(ArtifactFile(path="empty"),))
+    store.objects[f"{REMOTE}/index/0000000001.json"] = seal(by_hand)
     assert fetched(store, tmp_path) == {"empty": b""}
     send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
     index = newest_index(store, REMOTE)

@@ -148,5 +148,5 @@ def test_without_a_server_no_block_is_registered(run: Run, monkeypatch: pytest.M
 def test_the_demo_ends_with_0_only_if_everything_held(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
 ) -> None:
-    monkeypatch.setattr("prefect_tune.demo.run_demo.run_demo", lambda *_: held)
+    monkeypatch.setattr("prefect_tune.demo.run_demo.Demo.run", lambda *_: held)
     assert run("demo").code == code

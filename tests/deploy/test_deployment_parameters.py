@@ -11,7 +11,6 @@ import pytest
 from prefect.utilities.collections import visit_collection
 from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 from prefect.utilities.schema_tools.validation import validate
-from pydantic import TypeAdapter
 
 import prefect_tune as pt
 from prefect_tune.deploy.deployment_parameters import checked
@@ -229,12 +228,6 @@ def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration
     visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
     assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
     assert request_from(sent["orders"]) == orders
-
-
-def test_orders_of_an_earlier_version_are_read() -> None:
-    orders = AttemptRequest(search_epoch=3, attempt=2, config={"x": 1.0}, exploit=None, saves_first=True)
-    before = TypeAdapter(AttemptRequest).dump_python(orders, mode="json")
-    assert request_from({"epoch": None, **before}) == request_from(request_as_parameters(orders)) == orders
 
 
 def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:

@@ -44,8 +44,6 @@ __all__ = [
     "plural",
     "shown_size",
     "valid_name",
-    "without_none",
-    "without_unset",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -99,16 +97,6 @@ class StepReport(Value):
     step: int
     metrics: Mapping[str, Any]
     trained_seconds: float = 0.0
-
-
-def without_none(dumped: dict[str, object], *names: str) -> dict[str, object]:
-    """Return a dumped value without those of `names` that are None: so new fields leave old documents unchanged."""
-    return {name: value for name, value in dumped.items() if value is not None or name not in names}
-
-
-def without_unset(dumped: dict[str, object], *names: str) -> dict[str, object]:
-    """Return a dumped value without those of `names` that are empty, 0 or False: old documents stay unchanged."""
-    return {name: value for name, value in dumped.items() if value or name not in names}
 
 
 def valid_name(name: str) -> str:

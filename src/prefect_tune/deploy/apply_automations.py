@@ -52,12 +52,12 @@ def install_automations(
 ) -> Sequence[str]:
     """Install automations on the Prefect server, or update existing ones; return their names.
 
-    Automations are matched by name, or by the name that they had in earlier releases, and then renamed; others are
-    not changed. Installing twice is the same as installing once. An alert without an action is switched off. An update
-    keeps whether any other automation is enabled, and keeps an alert's actions unless `notify` or `run` is passed.
+    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An alert
+    without an action is switched off. An update keeps whether any other automation is enabled, and keeps an alert's
+    actions unless `notify` or `run` is passed.
 
     Args:
-        names: some of `automation_names()`, or of the names in earlier releases. Default: all.
+        names: some of `automation_names()`. Default: all.
         notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
         run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
             is switched off: add an action in the UI, and switch it on.
@@ -142,9 +142,8 @@ def _window(seconds: float | None) -> timedelta:
 
 def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
     known = shipped(window)
-    if names is not None:
-        renamed = {each.former_name: name for name, each in known.items()}
-        names = [renamed.get(each, each) for each in ([names] if isinstance(names, str) else names)]
+    if isinstance(names, str):
+        names = [names]
     if unknown := set(names or ()) - set(known):
         raise InvalidInput(f"automations: expected one of {', '.join(map(repr, known))}, found {min(unknown)!r}")
     return [each for name, each in known.items() if names is None or name in names]
@@ -184,10 +183,8 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
 
 
 def _found(client: SyncPrefectClient, wanted: AutomationSpec) -> Sequence[Automation]:
-    """Return the automation as it is on the server, also under its former name; of duplicates first one that acts."""
-    names = (wanted.name, wanted.former_name)
-    found = [each for name in names for each in client.read_automations_by_name(name)]
-    return sorted(found, key=lambda each: not _act(each.actions))
+    """Return the automation as it is on the server; of duplicates first one that acts."""
+    return sorted(client.read_automations_by_name(wanted.name), key=lambda each: not _act(each.actions))
 
 
 def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
@@ -197,7 +194,7 @@ def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Seque
         client.create_automation(new)
         return _as_installed(wanted, new)
     first, *others = found
-    for each in others:  # concurrent installs created duplicates, or an earlier release has installed its own
+    for each in others:  # concurrent installs created duplicates
         client.delete_automation(each.id)
     enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
     there: Sequence[Any] = first.actions  # Prefect Cloud's may be of types that this Prefect does not know
@@ -232,7 +229,7 @@ def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabl
 
 def _worded(action: ActionTypes, wanted: AutomationSpec) -> ActionTypes:
     """Return a notification with the text of `wanted`, unless a person has written another one."""
-    if isinstance(action, SendNotification) and action.body in {"", wanted.former_text}:
+    if isinstance(action, SendNotification) and not action.body:
         return action.model_copy(update={"body": wanted.says})
     return action
 

@@ -25,27 +25,10 @@ from prefect_tune.core.notifications.prefect_events import (
 )
 
 _PREFIX = "prefect-tune: "
-_FORMER_NAMES = {
-    "restart a crashed run": "start again after a crash",
-    "mark a run without heartbeats as crashed": "take a silent run for crashed",
-    "alert on a damaged checkpoint": "corrupt checkpoint",
-    "alert on a new best trial": "new best",
-    "alert on a trial without reports": "stale trial",
-    "alert on late saves": "lag",
-    "alert on 80 % of a budget": "budget at 80 %",
-    "alert on a failed run": "run failed",
-}
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOWS = ("tune", "durable-trainable", "resume", "maintain")
 _ABOUT = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
-_FORMER_TEXTS = {
-    "alert on a new best trial": "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: "
-    "{{ event.payload.metrics }}",
-    "alert on 80 % of a budget": "{{ event.payload.spent }} of {{ event.payload.budget }} are spent "
-    "({{ event.payload.what }})",
-    "alert on a failed run": "its run failed: {{ event.payload.message }}",
-}
 _METRICS = (
     "{% for name, value in event.payload.metrics.items() %}{{ '' if loop.first else ', ' }}{{ name }} "
     "{{ '%.6g' | format(value) if value is float else value }}{% endfor %}"
@@ -83,17 +66,6 @@ class AutomationSpec:
     """Its actions; empty for an alert, whose actions are given at installation."""
     says: str = ""
     """The message of an alert, as a Prefect template."""
-
-    @property
-    def former_name(self) -> str:
-        """Its name in earlier releases, by which an installed one is found and renamed."""
-        return f"{_PREFIX}{_FORMER_NAMES[self.name.removeprefix(_PREFIX)]}"
-
-    @property
-    def former_text(self) -> str | None:
-        """Its message in earlier releases, which an installation replaces; None if it was the same."""
-        text = _FORMER_TEXTS.get(self.name.removeprefix(_PREFIX))
-        return None if text is None else _ABOUT + text
 
     @property
     def is_alert(self) -> bool:

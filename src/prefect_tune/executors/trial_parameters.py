@@ -90,7 +90,5 @@ def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
 
 
 def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
-    """Return the request from `request_as_parameters`; earlier versions passed an object in place of the text."""
-    if parameter.keys() == {_AS_TEXT}:
-        return _orders.validate_json(parameter[_AS_TEXT])
-    return _orders.validate_python(parameter)
+    """Return the request from `request_as_parameters`."""
+    return _orders.validate_json(parameter[_AS_TEXT])

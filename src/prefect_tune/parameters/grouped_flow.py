@@ -33,8 +33,8 @@ _R = TypeVar("_R")
 class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
-    A run takes a parameter of the group beside it too, as clients and deployments of earlier releases pass it; that
-    one replaces the one in the group, unless only the deployment stores it and the run sets the one in the group.
+    A run takes a parameter of the group beside it too, as Python clients pass it; that one replaces the one in the
+    group, unless only the deployment stores it and the run sets the one in the group.
 
     Args:
         flow: the flow that is run, whose parameters are flat.

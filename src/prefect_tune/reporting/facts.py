@@ -81,7 +81,7 @@ class Cost:
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The part of `committed_bytes` with known uploads; earlier versions did not journal uploads."""
+    """The part of `committed_bytes` with known uploads; those of adopted commits are not."""
     sent_bytes: int
     saved_bytes: int
     """Not uploaded, because the bytes were on the target already."""

@@ -89,7 +89,7 @@ class AttemptPeriod:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes committed and uploaded. Commits that earlier versions journaled do not have the uploaded bytes."""
+    """Bytes committed and uploaded. Of an adopted commit the uploaded bytes are not known."""
 
     commits: int = 0
     committed_bytes: int = 0

@@ -111,8 +111,3 @@ def test_nobody_asks_who_is_not_there() -> None:
     experiment = begun()
     with pytest.raises(JournalCorrupt, match="never added"):
         experiment.write(ASKED.model_copy(update={"trial": "gone"}))
-
-
-def test_who_was_started_by_no_person_is_written_as_ever() -> None:
-    assert "by_hand" not in Owner(name="a", host="b", pid=1).model_dump()
-    assert Owner(name="a", host="b", pid=1, by_hand=True).model_dump()["by_hand"] is True

@@ -424,10 +424,9 @@ def test_an_experiment_that_was_read_from_json_writes_segments_that_hold_enough(
 # ------------------------------------------------------------------------------------------------ extensions
 
 
-def test_what_runs_have_added_is_in_the_segments_and_nothing_is_where_none_has() -> None:
+def test_what_runs_have_added_is_in_the_segments() -> None:
     store = MemoryStore()
     state = run(store, 8)
-    assert b"extensions" not in encode_segment(state)
     state = journal.append(store, state, [Extended(run="a", samples=5)], stamp("9"))
     state = journal.append(store, state, [Extended(run="b", samples=2)], stamp("10"))
     write_due_segment(store, state)

@@ -125,6 +125,19 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
 
 
+def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target: Path) -> None:
+    (newest,) = target.glob("digits/trials/trial/checkpoints/0000000006-*/manifest.json")
+    written = newest.read_bytes()
+    newest.chmod(0o644)
+    newest.write_bytes(written.replace(b'"version":1', b'"version":2'))
+    report = maintain(str(target), verify="all")
+    assert report.damaged == []
+    assert {"upgrade prefect-tune" in each.why for each in report.not_looked_at} == {True}
+    newest.write_bytes(written)
+    assert maintain(str(target), verify="all").verified_count == 6
+    assert live(target) == _STEPS
+
+
 def torn_journal(target: Path, trial: str) -> str:
     key = JournalKey(experiment="small", trial=trial)
     for path in (target / key.segments).glob("*"):

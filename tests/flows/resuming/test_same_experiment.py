@@ -141,7 +141,7 @@ def test_objects_with_an_import_path_are_resumed_by_name(
     assert dict(resumed.experiment.settings) == {**settings, "num_samples": 5}
     assert [(each.status, each.step) for each in resumed.trials.values()] == [("completed", 2)] * 5
     assert not any("has changed" in each.message for each in caplog.records)
-    # An experiment of an earlier release, which did not store the path, resumes with the object, and then by name.
+    # An experiment that was begun with an object without a path resumes with the object, and then by name.
     monkeypatch.setattr("prefect_tune.parameters.search_plan.import_path_of", lambda _: None)
     searched(local_target, "earlier", num_samples=1, trainable=DigitsTable)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Scratch directories: new ones, or reused ones that are empty; none outlives its process."""
+"""Scratch directories: new and empty, and removed with their process's last one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,74 +17,28 @@ from prefect_tune.stores.local.scratch import ScratchDirectory, new_output_file
 FOLDERS = ("staging", "artifacts")
 
 
-@pytest.fixture(autouse=True)
-def kept() -> Iterator[Path]:
-    """While this is open, a directory that was given back is reused."""
-    with ScratchDirectory() as directory:
-        yield directory
-
-
-def goes_on_after(act: Callable[[Path], object]) -> bool:
-    """Whether a directory is reused after `act`."""
-    with ScratchDirectory(*FOLDERS) as first:
-        held = os.open(first, os.O_RDONLY)  # while it is open, its inode number is not reused
-        act(first)
-    with ScratchDirectory(*FOLDERS) as second:
-        assert sorted(each.name for each in second.iterdir()) == ["artifacts", "staging"]
-        assert not any(any((second / each).iterdir()) for each in FOLDERS)
-        assert not first.exists()
-        same = os.path.samestat(os.fstat(held), second.stat())
-    os.close(held)
-    return same
-
-
-def test_one_that_nothing_was_left_in_goes_on_under_another_name() -> None:
-    assert goes_on_after(lambda _: None)
-
-
-def _link(directory: Path) -> None:
-    (directory / "artifacts").rmdir()
-    (directory / "artifacts").symlink_to(directory / "staging")
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda directory: (directory / "more").mkdir(),
-        lambda directory: (directory / "staging" / "file").write_text("left"),
-        lambda directory: (directory / "artifacts" / "folder").mkdir(),
-        lambda directory: (directory / "artifacts").rmdir(),
-        lambda directory: (directory / "artifacts").chmod(0o500),
-        lambda directory: directory.chmod(0o710),
-        _link,
-    ],
-    ids=["a folder", "a file", "a folder in a folder", "no folder", "a lock", "an opening", "a link"],
-)
-def test_one_that_is_not_as_it_was_made_is_removed(act: Callable[[Path], object]) -> None:
-    assert not goes_on_after(act)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
-def test_one_that_was_given_to_somebody_else_is_removed() -> None:
-    assert not goes_on_after(lambda directory: os.chown(directory / "artifacts", 1234, 1234))
-
-
-def test_two_at_once_are_two() -> None:
-    with ScratchDirectory(*FOLDERS):
-        pass
+def test_each_is_new_and_has_its_empty_folders() -> None:
     with ScratchDirectory(*FOLDERS) as first, ScratchDirectory(*FOLDERS) as second:
         assert first != second
-        assert first.stat().st_ino != second.stat().st_ino
+        (first / "staging" / "file").write_text("left")
+        for path, content in ((first, {"staging", "artifacts", "file"}), (second, {"staging", "artifacts"})):
+            assert {each.name for each in path.rglob("*")} == content
 
 
-def test_one_that_was_tidied_away_is_made_again(kept: Path) -> None:
-    with ScratchDirectory(*FOLDERS) as first:
-        pass
-    for spare in kept.parent.glob("*/staging"):
-        shutil.rmtree(spare.parent)
-    with ScratchDirectory(*FOLDERS) as second:
-        assert first != second
-        assert (second / "staging").is_dir()
+def test_one_is_removed_with_its_content_and_the_last_with_their_parent() -> None:
+    with ScratchDirectory() as kept:
+        with ScratchDirectory(*FOLDERS) as path:
+            (path / "staging" / "file").write_text("left")
+        assert not path.exists()
+        assert kept.is_dir()
+    assert not kept.parent.exists()
+
+
+def test_a_parent_that_was_tidied_away_is_made_again() -> None:
+    with ScratchDirectory() as first:
+        shutil.rmtree(first.parent)
+        with ScratchDirectory(*FOLDERS) as second:
+            assert (second / "staging").is_dir()
 
 
 def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ def demo(
     """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
     from rich.console import Console
 
-    from prefect_tune.demo.run_demo import DemoOptions, run_demo
+    from prefect_tune.demo.run_demo import Demo
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
-    if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
+    if not Demo(target, steps, keep).run(Console(highlight=False)):
         raise typer.Exit(1)

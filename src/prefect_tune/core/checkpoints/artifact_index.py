@@ -57,7 +57,7 @@ class ArtifactIndex(Document):
     number: int
     write_id: str
     attempt: _Count = 0
-    """The attempt of the trial that has these files; 0 for none, or where an older release wrote the index."""
+    """The attempt of the trial that has these files; 0 for none."""
     files: tuple[ArtifactFile, ...]
 
     def parts(self) -> Iterable[ArtifactPart]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
 from prefect_tune.core.errors import CheckpointCorrupt
@@ -90,14 +90,7 @@ class Manifest(Document):
     files: tuple[FileRef, ...]
     empty_directories: tuple[PortablePath, ...] = ()
     origin: CheckpointKey | None = None
-    """For a clone: the checkpoint whose blobs it refers to. Omitted otherwise."""
-
-    @model_serializer(mode="wrap")
-    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        said: dict[str, object] = write(self)
-        if self.origin is None:
-            del said["origin"]
-        return said
+    """For a clone: the checkpoint whose blobs it refers to."""
 
     @model_validator(mode="after")
     def _holds_together(self) -> Manifest:

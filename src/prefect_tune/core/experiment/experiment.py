@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar, assert_never
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
 from prefect_tune.core.experiment.segment_levels import boundaries, is_boundary
@@ -44,7 +44,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.journal_events.journal_entry import Entry
-from prefect_tune.core.models import Digest, StepReport, TrialId, Value, without_unset
+from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 
@@ -105,11 +105,6 @@ class Experiment(Value):
         """The experiment's name, whether this is its journal or that of one of its trials."""
         return self.key.experiment
 
-    @model_serializer(mode="wrap")
-    def _says_nothing_of_what_is_not(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out `extensions` and `teachers` where empty, as in segments written before these fields existed."""
-        return without_unset(dump(self), "extensions", "teachers")
-
     def opened_by(self) -> Opened:
         """Return the event with which the present owner opened the journal."""
         if self.owner is None:
@@ -153,7 +148,7 @@ def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experimen
 
 
 def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
-    """Checked before writing only, not when reading: earlier releases wrote such entries."""
+    """Checked before writing only: reading takes a journal as it was written."""
     for event in entry.events:
         trial = experiment.trials.get(event.trial) if isinstance(event, Committed) else None
         if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):

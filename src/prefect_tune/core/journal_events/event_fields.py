@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from prefect_tune.core.models import Digest, ExperimentName, StepReport, TrialId, Value, without_none, without_unset
+from prefect_tune.core.models import Digest, ExperimentName, StepReport, TrialId, Value
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 
 __all__ = ["Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner", "QuarantinedCheckpoint"]
@@ -46,11 +46,6 @@ class Owner(Value):
     """For a trial's own journal: the experiment's term in which the search started this attempt."""
     attempt: int = 0
     """For a trial's own journal: the number of the attempt that the search started."""
-
-    @model_serializer(mode="wrap")
-    def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out unset fields, as in entries written before these fields existed."""
-        return without_unset(without_none(dump(self), "task_run"), "by_hand", "search_epoch", "attempt")
 
     def is_behind(self, other: Owner) -> bool:
         """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from prefect_tune.core.journal_events.event_fields import (
     Cause,
@@ -44,7 +44,7 @@ from prefect_tune.core.journal_events.trial_events import (
     TrialAdded,
     TrialEvent,
 )
-from prefect_tune.core.models import ExperimentName, Message, TrialId, Value, without_none, without_unset
+from prefect_tune.core.models import ExperimentName, Message, TrialId, Value
 
 __all__ = [
     "Absorbed",
@@ -118,10 +118,6 @@ class Adopted(Value):
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
     reached: Mapping[str, int] = Field(default_factory=dict)
     """By running trial, the last step that its lost attempt is known to have trained; 0 if none is known."""
-
-    @model_serializer(mode="wrap")
-    def _without_reached_of_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return without_unset(dump(self), "reached")
 
 
 class Described(Value):
@@ -207,10 +203,6 @@ class Learned(Value):
     """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
     lessons: tuple[Lesson, ...]
 
-    @model_serializer(mode="wrap")
-    def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return without_none(dump(self), "place")
-
 
 _OwnEvent: TypeAlias = Annotated[
     Opened | Adopted | TrialAdded | Questioned | RemovalBegun | RemovalGivenUp | OneTrialsEvent,
@@ -227,11 +219,6 @@ class Absorbed(TrialEvent):
     events: tuple[_OwnEvent, ...]
     at: str | None = None
     """When the entry was written, by its writer's clock; for people only."""
-
-    @model_serializer(mode="wrap")
-    def _says_when_if_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out an unknown time, as in entries written before this field existed."""
-        return without_none(dump(self), "at")
 
 
 Event: TypeAlias = Annotated[

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from prefect_tune.core.journal_events.event_fields import Cause, CheckpointRef, Claim
-from prefect_tune.core.models import Message, StepReport, TrialId, Value, without_none, without_unset
+from prefect_tune.core.models import Message, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.layout import CheckpointKey
 
@@ -75,11 +75,6 @@ class Reported(TrialEvent):
     asks: bool = False
     """Whether the trial waits for the search to answer whether it continues."""
 
-    @model_serializer(mode="wrap")
-    def _asks_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out `asks` where it is false, as in entries written before this field existed."""
-        return without_unset(dump(self), "asks")
-
 
 class Committed(TrialEvent):
     """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
@@ -94,11 +89,6 @@ class Committed(TrialEvent):
     """The bytes that were not on the target yet; None where that is not known."""
     upload_seconds: float | None = None
     """How long publishing it took; None where that is not known."""
-
-    @model_serializer(mode="wrap")
-    def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out unknown costs, as in entries written before these fields existed."""
-        return without_none(dump(self), "sent_bytes", "upload_seconds")
 
 
 class Retired(TrialEvent):

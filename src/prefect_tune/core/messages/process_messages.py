@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
+from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.models import Message, PathName, StepReport, Value, without_none
+from prefect_tune.core.models import Message, PathName, StepReport, Value
 
 __all__ = [
     "FORK",
@@ -151,11 +151,6 @@ class Leave(Value):
     """True: the trial is finished. False: it is paused."""
     end: EndOfAttempt | None = None
     """How the attempt is shown to have ended; None for a trial that completed (`for_good`) or paused."""
-
-    @model_serializer(mode="wrap")
-    def _without_unset_end(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out `end` where it is None, as in answers written before this field existed."""
-        return without_none(dump(self), "end")
 
 
 class StartReceived(Value):

@@ -25,11 +25,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Json, Metrics, Value, first_line
 
-VERSION = 4
-"""The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field.
-
-2: the keys of `trials` are the words of `Status`; 3: `term` was `epoch`; 4: events are named by the journal's types.
-"""
+VERSION = 1
+"""The version of the payloads: raised when a field is renamed or changes its meaning, not for a new field."""
 NOT_EMITTED = frozenset(
     (
         *("absorbed", "decided", "opened", "reported", "trial-added"),

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -31,21 +30,15 @@ _OUTPUT_STAYS = timedelta(days=1)
 
 
 class ScratchDirectory:
-    """A new directory below the system's temporary directory, with empty `folders` in it, removed by `close`.
-
-    A directory that is unchanged at `close` is renamed and used again as a new one, because ext4 does not reuse
-    inodes that were freed in the last minutes. So an attempt's directory with three folders costs 0.06 ms of CPU
-    and 0.2 ms, instead of 0.35 and 5 to 10 ms (ext4, two busy cores).
-    """
+    """A new directory below the system's temporary directory, with empty `folders` in it, removed by `close`."""
 
     def __init__(self, *folders: str) -> None:
-        self._made_of = _home  # a forked child gets its own
-        self._tree = self._made_of.take(folders)
-        self.path = self._tree.path
+        self._made_in = _home  # a forked child gets its own
+        self.path = self._made_in.make(folders)
 
     def close(self) -> None:
-        """Remove it with its content; if it equals a new one, keep it for the next `ScratchDirectory`."""
-        self._made_of.take_back(self._tree)
+        """Remove it with its content."""
+        self._made_in.remove(self.path)
 
     def __enter__(self) -> Path:
         return self.path
@@ -54,99 +47,53 @@ class ScratchDirectory:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """A directory, the folders in it, and the mode, user and group with which each was made."""
-
-    path: Path
-    folders: tuple[str, ...]
-    modes: tuple[tuple[int, int, int], ...]
-
-    @staticmethod
-    def made(path: Path, folders: tuple[str, ...]) -> _Tree:
-        path.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
-        for name in folders:
-            (path / name).mkdir()
-        return _Tree(path, folders, _modes(path, folders))
-
-    def is_there(self) -> bool:
-        """Whether it and its folders exist, with unchanged mode, user and group."""
-        with suppress(OSError):
-            return _modes(self.path, self.folders) == self.modes
-        return False
-
-    def renamed(self, path: Path) -> _Tree | None:
-        """Rename it to `path` and return it, if it equals a new one; else None."""
-        with suppress(OSError):
-            is_empty = not any(any((self.path / name).iterdir()) for name in self.folders)
-            nothing_more = {each.name for each in self.path.iterdir()} == set(self.folders)
-            if is_empty and nothing_more and self.is_there():
-                return replace(self, path=self.path.rename(path))
-        return None
-
-
-def _modes(path: Path, folders: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
-    found = [each.lstat() for each in (path, *(path / name for name in folders))]
-    return tuple((each.st_mode, each.st_uid, each.st_gid) for each in found)
-
-
 class _Home:
     """The parent of all scratch directories of this process; one lock on it shows that the process is alive."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
-        self._taken_count = 0
+        self._count = 0
         self._undo = ExitStack()
         self._directory = Path()
         self._names = itertools.count(1)
-        self._spare: dict[tuple[str, ...], list[_Tree]] = {}
 
-    def take(self, folders: tuple[str, ...]) -> _Tree:
+    def make(self, folders: tuple[str, ...]) -> Path:
         with self._guard:
-            if not self._taken_count:
+            if not self._count:
                 self._directory = self._undo.enter_context(_locked_directory())
-            self._taken_count += 1
-            spare = self._spare.get(folders, [])
-            while spare:
-                if (tree := spare.pop()).is_there():
-                    return tree
+            self._count += 1
+            # A short path: a socket below it must fit into 107 bytes (multiprocessing, PyTorch).
+            path = self._directory / str(next(self._names))
         try:
-            return _Tree.made(self._new_path(), folders)
+            for each in (path, *(path / name for name in folders)):
+                each.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
         except BaseException:
             self._leave()
             raise
+        return path
 
-    def take_back(self, tree: _Tree) -> None:
+    def remove(self, path: Path) -> None:
         try:
-            if tree.folders and (other := tree.renamed(self._new_path())) is not None:
-                with self._guard:
-                    self._spare.setdefault(tree.folders, []).append(other)
-            else:
-                shutil.rmtree(tree.path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
         finally:
             self._leave()
 
-    def _new_path(self) -> Path:
-        """Return a short path: a socket below it must fit into 107 bytes (multiprocessing, PyTorch)."""
-        return self._directory / str(next(self._names))
-
     def _leave(self) -> None:
         with self._guard:
-            self._taken_count -= 1
-            if not self._taken_count:
-                self._spare.clear()
+            self._count -= 1
+            if not self._count:
                 self._undo.close()
 
 
 _home = _Home()
 
 
-def _have_a_home_of_ones_own() -> None:
+def _replace_home() -> None:
     global _home  # noqa: PLW0603 - a forked child does not hold its parent's lock
     _home = _Home()
 
 
-os.register_at_fork(after_in_child=_have_a_home_of_ones_own)
+os.register_at_fork(after_in_child=_replace_home)
 
 
 def new_output_file() -> io.FileIO:

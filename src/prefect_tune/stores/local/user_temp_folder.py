@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import tempfile
@@ -11,67 +10,24 @@ from pathlib import Path
 
 from prefect_tune.core.errors import StoreRefused
 
-_NAMES = 1000
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # of this process or machine, not a fault of the folder
-
 
 def user_folder() -> Path:
     """Return the folder for temporary files of this user's processes; make it if it is not there.
 
-    The folder belongs to this user, and no other user can write to it. Owner, mode and kind are read from the open
-    folder, not from its path. All processes of the user that have the same `TMPDIR` get the same folder. A name that
-    is taken by another user's folder, a link, a file, or a folder that others can write to is left alone, and the
-    next number is tried: another user who takes the name first does not stop this one.
+    It is below `TMPDIR`, and not in the user's home: staged checkpoints are large, and homes may be shared by machines,
+    have quotas, or be missing in a container. The folder belongs to this user, and no other user can write to it.
 
     Raises:
-        StoreRefused: the file system keeps no owners or modes, or a thousand names are taken.
+        StoreRefused: something else has the name, or the file system keeps no owners or modes.
     """
-    shared = Path(tempfile.gettempdir())
-    name = f"prefect-tune-{os.geteuid()}"
-    for number in range(_NAMES):
-        folder = shared / (f"{name}.{number}" if number else name)
-        if _is_made(folder) or _found(folder) is None:
-            return folder
-    raise StoreRefused(
-        f"{shared}: expected a free name or a folder of user {os.geteuid()} among {name} and {name}.1 to "
-        f"{name}.{_NAMES - 1}, found all of them taken by others: remove them, or set TMPDIR to a folder of your own"
-    )
-
-
-def _is_made(folder: Path) -> bool:
-    """Make `folder`, readable and writable by this user alone; return False if something has its name.
-
-    Raises:
-        StoreRefused: others can write to what was made.
-    """
-    try:
+    user = os.geteuid()
+    folder = Path(tempfile.gettempdir(), f"prefect-tune-{user}")
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
-    if (fault := _found(folder)) is not None:
-        with suppress(OSError):
-            folder.rmdir()
-        raise StoreRefused(
-            f"{folder}: made for user {os.geteuid()} alone, found {fault}: this file system keeps no owners or no "
-            "modes: set TMPDIR to a folder on another one"
-        )
-    return True
-
-
-def _found(folder: Path) -> str | None:
-    """Return what `folder` is instead of a folder that only this user can write to; None if it is one."""
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as refused:
-        if refused.errno in _SHORTAGES:
-            raise
-        return f"an entry that cannot be opened as a folder ({refused.strerror})"
-    try:
-        status = os.fstat(opened)
-    finally:
-        os.close(opened)
-    if status.st_uid != os.geteuid():
-        return f"a folder of user {status.st_uid}"
-    mode = stat.S_IMODE(status.st_mode)
-    return f"a folder of mode {mode:o}" if mode & _WRITABLE_BY_OTHERS else None
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return folder
+    raise StoreRefused(
+        f"{folder}: expected a folder of user {user} that only this user can write to, found "
+        f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR to a folder of your own"
+    )
