@@ -38,6 +38,7 @@ from prefect_tune.prefect_api.local_server import start_prefect_server
 from prefect_tune.stores.local.download import fetch_committed
 
 _KILLS, _CELLS = 3, 24
+_LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed here"
 _STEP = re.compile(r"\bstep (\d+): accuracy (\S+)")
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -157,6 +158,7 @@ class Demo:
                 self.environment = _with_server(self.environment, self.directory, at_end)
             with Live(get_renderable=self.picture, console=console):
                 found = self.perform()
+            console.print("" if console.is_terminal else "\n", f"  {_LEGEND}\n", sep="\n")
             for held, claim, evidence in found.claims():
                 console.print(f"  [bold green]✓[/] {claim}" if held else f"  [bold red]✗[/] {claim}")
                 console.print(Text(f"    {evidence}", "dim"))
@@ -232,14 +234,12 @@ class Demo:
         return trial
 
     def follow(self, track: Track, trial: TrialKey, log: Path) -> bool:
-        """Show how far the run is; return whether a quarter of the checkpoint to be hit has arrived."""
+        """Show how far the run is; return whether a blob of the checkpoint to be hit has arrived."""
         committed, arrived = self.look(trial)
         track.committed = frozenset(committed) | track.committed
         for step, accuracy in _STEP.findall(log.read_text(errors="replace"))[-1:]:
             track.step, track.outcome = int(step), f"accuracy {float(accuracy):.1%}"
-        if not arrived or (newest := max(committed, default=0)) < max(1, self.hit_step - self.save_every):
-            return False
-        return 4 * sum(arrived.values()) >= read_manifest(self.store, committed[newest]).size_bytes
+        return bool(arrived) and max(committed, default=0) >= max(1, self.hit_step - self.save_every)
 
     def look(self, trial: TrialKey) -> tuple[Mapping[int, CheckpointKey], Mapping[str, int]]:
         """List the trial: its checkpoints by step, and the blobs of a save without a manifest, with sizes."""
