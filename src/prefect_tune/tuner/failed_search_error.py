@@ -1,4 +1,4 @@
-"""The error with which a search fails: every trial errored, or no report had its metric."""
+"""The error with which a search fails: every trial errored, or no report had a metric that it needs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def failure_of(results: Results, found: Experiment | None, metric_check: MetricC
     """
     if not results.trials:
         return None
+    if metric_check.bad_stop:
+        return SearchFailed(_with_bad_stop(results, metric_check.bad_stop), results)
     if len(results.errors) == len(results.trials):
         earlier = {} if found is None else found.trials
         skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
@@ -73,6 +75,14 @@ def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
     said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
     more = len(causes) - _CAUSES
     return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
+
+
+def _with_bad_stop(results: Results, error: str) -> str:
+    said = error if error.endswith("?") else f"{error}."
+    return (
+        f"experiment {results.experiment.name!r}: {said} Run the search again under the same experiment name with "
+        "another stop: completed trials are kept, the others continue from their checkpoints"
+    )
 
 
 def _reported_late(results: Results, metrics: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_stoppers import Stopper, metrics_needed
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Described, Event
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
@@ -86,7 +86,7 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
 
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
-    metric_check = MetricCheck(plan.objective, get_run_logger())
+    metric_check = MetricCheck(plan.objective, get_run_logger(), metrics_needed(of_trials(plan.stopper)))
     if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
         warn_of_mode(plan, get_run_logger())
     with quiet_inner_tasks():
