@@ -59,13 +59,14 @@ def _all_errored(results: Results, skipped: int) -> str:
     else:
         errored = f"{count} of {count} trials errored: {_counted(causes)}"
     again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
-    retried = (
-        f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried: "
-        f"to retry with the code as it is now, pass rerun_errored=True ({again})"
-        if skipped
-        else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
-    )
-    failed = f"experiment {name!r}: {errored}. {retried}; {KEEPS_CONFIGURATIONS}"
+    rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
+    if not skipped:
+        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
+    else:
+        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        asked = f"{old}: to retry with the code as it is now, {rerun}"
+        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
+    failed = f"experiment {name!r}: {failed}"
     if "Traceback (most recent call last)" not in first.reason:  # its process has died
         return failed
     return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"

@@ -40,7 +40,13 @@ from prefect_tune.parameters.checks.code_change import (
     settings_before_training,
 )
 from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import require_same, say_errored, say_space, with_seed_of
+from prefect_tune.parameters.checks.resume_compatibility import (
+    require_same,
+    say_errored,
+    say_fewer_samples,
+    say_space,
+    with_seed_of,
+)
 from prefect_tune.parameters.checks.search_limits import (
     SearchLimits,
     require_possible,
@@ -166,8 +172,9 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     say_space(state, now, log)
+    say_fewer_samples(state, now, log)
     if not turn.answered:  # errors of this run were logged before the question
-        say_errored(state, plan, log)
+        say_errored(state, now, log)
     return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
 
 
