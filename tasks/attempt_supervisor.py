@@ -158,7 +158,7 @@ class _Supervisor:
             case TrialEnded():
                 return self._ended(message)
             case Broke(cause=cause, message=why, traceback=trace):
-                return self._failed(cause, f"{why}\n{trace}")
+                return self._failed(cause, f"{why}\n{trace}".rstrip())
             case _:
                 assert_never(message)
         return self._waited_enough()

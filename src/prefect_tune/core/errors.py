@@ -11,6 +11,7 @@ __all__ = [
     "AlreadyCommitted",
     "AlreadyExists",
     "BadMetric",
+    "BadStop",
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
@@ -48,6 +49,10 @@ class InvalidInput(TuneError, ValueError):
 
 class BadMetric(InvalidInput):
     """A reported metric cannot be stored (NaN, infinite, not a number or text): fix the trainable."""
+
+
+class BadStop(InvalidInput):
+    """A report lacks a metric that the stop criterion needs: correct `stop`."""
 
 
 class StoreUnavailable(TuneError):

@@ -117,13 +117,15 @@ def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
     in its first second, or one with `live_period_seconds=None` while none of its trials runs.
     """
     last, live = next_entry(store, state.key, state.number - 1), live_status_of(store, state)
-    count = sum(each.status is Status.RUNNING for each in state.trials.values())
     as_of = max(live.at if live else "", last.at if last else "")
     fresh = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
     fresh = replace(fresh, is_running=fresh.is_running or live is not None)
     if not fresh.is_running or fresh.is_stale:
         return
-    runs = f"{plural(count, 'trial runs', 'trials run')} by its journal, as of {fresh.words()}"
+    by_journal = sum(each.status is Status.RUNNING for each in state.trials.values())
+    count = max(by_journal, len(live.trials) if live is not None else 0)  # the journal of a search may be older
+    alive = plural(count, "trial was running", "trials were running") if count else "its process was alive"
+    runs = f"{alive} as of {fresh.words()}"
     end = f"prefect-tune stop {uri} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
     raise InvalidInput(
         f"experiment {state.name!r} at {uri}: a run may own it, {state.owner}: {runs}. End that run first "

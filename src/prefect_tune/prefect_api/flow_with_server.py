@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,7 +34,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_sett
 from prefect.states import Cancelled
 from prefect.task_runners import TaskRunner
 
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
@@ -49,6 +50,7 @@ _started_here: set[str] = set()  # URLs of the APIs
 _names: set[str] = set()  # of our flows
 _HAS_BEGUN = "flow run has begun"
 _HAD_TRACE = "had a traceback"
+_FINAL = re.compile(r"Finished in state (Failed|Interrupted)(?=\()")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Prestart: TypeAlias = Callable[[Mapping[str, Any], TaskRunner[Any]], AbstractContextManager[object]]
@@ -73,7 +75,16 @@ def _without_trace(record: logging.LogRecord) -> bool:
     return True
 
 
+def _without_message_of_state(record: logging.LogRecord) -> bool:
+    """Leave the message of a final state out of the log of a call that raises it: Python prints it as the last line."""
+    found = _FINAL.match(record.getMessage())
+    if found and getattr(record, "flow_name", None) in _names and _is_called():
+        vars(record).update({"msg": found[0], "args": ()})
+    return True
+
+
 logging.getLogger("prefect.flow_runs").addFilter(_without_trace)
+logging.getLogger("prefect.flow_runs").addFilter(_without_message_of_state)
 
 
 class FlowWithServer(Flow[_P, _R]):
@@ -106,8 +117,10 @@ class FlowWithServer(Flow[_P, _R]):
                 found[_HAS_BEGUN] = True
                 with _interrupts_raised_after_the_run():
                     return super().__call__(*args, **options)
-        except InvalidInput as error:
-            raise error.with_traceback(None)  # noqa: B904  it is the same error, without the lines of Prefect's engine
+        except IllegalTransition:
+            raise  # perhaps a bug
+        except TuneError as error:
+            raise error.with_traceback(None) from None  # without the lines of Prefect's engine, which say nothing
         except KeyboardInterrupt as interrupt:
             # No class of its own: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
@@ -166,6 +179,11 @@ def _interrupts_raised_after_the_run() -> Iterator[None]:
         _interrupts.reset(token)
         if interrupts:
             raise interrupts[0]
+
+
+def _is_called() -> bool:
+    """Whether the flow run is a call in this process, whose error or interrupt is raised."""
+    return _interrupts.get() is not None
 
 
 def _is_raised_after_the_run(interrupt: KeyboardInterrupt) -> bool:

@@ -120,7 +120,7 @@ class TrialSession:
             report = self.count(metrics)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                self.hand_over(report, self._written_by(save), "moved", self._over_already())
+                self.hand_over(report, self._written_by(save), "moved", "" if self._asking else self._over_already())
             else:
                 self.tell(report)
             self.heed_milestone()
@@ -205,7 +205,7 @@ class TrialSession:
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
         self.listen()
         wants = self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
-        return wants or cadence.due(steps, elapsed) or (cadence.at_end and self.why_stop() is not None)
+        return wants or cadence.due(steps, elapsed) or (cadence.at_end and bool(self._over_already()))
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
@@ -245,9 +245,9 @@ class TrialSession:
         return self._stopper.why_stop(self._curve)
 
     def _over_already(self) -> str:
-        """Return why this step finishes the trial, or ""; an error of the stopper is raised later, after the save."""
+        """Return why this step finishes the trial, or ""; an error of the stopper is raised after the report."""
         with suppress(Exception):
-            return "" if self._asking else self.why_stop() or ""
+            return self.why_stop() or ""
         return ""
 
     def tell(self, report: StepReport) -> None:

@@ -207,10 +207,10 @@ def _say_what_is_resumable(turn: Turn) -> Iterator[None]:
     except (TerminationSignal, KeyboardInterrupt) as signal:
         state = turn.state
         said = resumable(state) if state and state.trials else "the run had not begun: run it again"
+        if isinstance(signal, KeyboardInterrupt):
+            raise KeyboardInterrupt(said) from None  # the last line of a script, and the message of the state
         get_run_logger().warning("%s", said)
         send_log()
-        if isinstance(signal, KeyboardInterrupt):
-            raise KeyboardInterrupt(said) from None
         raise
 
 

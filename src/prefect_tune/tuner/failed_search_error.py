@@ -1,4 +1,4 @@
-"""The error with which a search fails: every trial errored, or no report had its metric."""
+"""The error with which a search fails: every trial errored, or no report had a metric that it needs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def failure_of(results: Results, found: Experiment | None, metric_check: MetricC
     """
     if not results.trials:
         return None
+    if metric_check.bad_stop:
+        return SearchFailed(_with_bad_stop(results, metric_check.bad_stop), results)
     if len(results.errors) == len(results.trials):
         earlier = {} if found is None else found.trials
         skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
@@ -57,13 +59,14 @@ def _all_errored(results: Results, skipped: int) -> str:
     else:
         errored = f"{count} of {count} trials errored: {_counted(causes)}"
     again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
-    retried = (
-        f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried: "
-        f"to retry with the code as it is now, pass rerun_errored=True ({again})"
-        if skipped
-        else f"Remove the cause, then run the search again with rerun_errored=True ({again})"
-    )
-    failed = f"experiment {name!r}: {errored}. {retried}; {KEEPS_CONFIGURATIONS}"
+    rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
+    if not skipped:
+        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
+    else:
+        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        asked = f"{old}: to retry with the code as it is now, {rerun}"
+        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
+    failed = f"experiment {name!r}: {failed}"
     if "Traceback (most recent call last)" not in first.reason:  # its process has died
         return failed
     return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
@@ -73,6 +76,14 @@ def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
     said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
     more = len(causes) - _CAUSES
     return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
+
+
+def _with_bad_stop(results: Results, error: str) -> str:
+    said = error if error.endswith("?") else f"{error}."
+    return (
+        f"experiment {results.experiment.name!r}: {said} Run the search again under the same experiment name with "
+        "another stop: completed trials are kept, the others continue from their checkpoints"
+    )
 
 
 def _reported_late(results: Results, metrics: Sequence[str]) -> str:

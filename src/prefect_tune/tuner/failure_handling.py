@@ -82,6 +82,9 @@ class FailureHandler:
             self._unimportable = self._unimportable or f"trial {trial.trial}: {first_line(trial.reason)}"
             self._stopping.ends = True
             return
+        if cause is Cause.BAD_STOP and trial.apart and self._limits.why_end(self._pending_entry.state, None):
+            self._log.error("trial %s errored at step %d: %s", trial.trial, trial.step, first_line(trial.reason))
+            return  # the search ends, and its next run tries the trial again
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
             name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stopping.ends else "it is retried"

@@ -1,4 +1,4 @@
-"""Notice that no report of a search has its metric, most often a misspelt one, and end the search."""
+"""Notice that no report of a search has a metric that it or its stop criterion needs, and end the search."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
+    Cause,
     Event,
     Finished,
     GaveUp,
@@ -38,9 +39,16 @@ class MetricCheck(SearchObserver):
     second: one trial alone may be an exception, such as a configuration that cannot be trained. The search then ends as
     soon as each trial that is training at that moment has reported too, or has ended; at once if it is the scheduler
     that cannot decide, since its trial waits for the answer.
+
+    A stop criterion needs its metrics in each report, so the first attempt that fails for lack of one ends the search,
+    if no report of any trial had that metric.
     """
 
-    def __init__(self, objective: Objective | None, log: Log) -> None:
+    def __init__(self, objective: Objective | None, log: Log, stop_metrics: frozenset[str] = frozenset()) -> None:
+        self._stop_metrics = set(stop_metrics)
+        """The metrics of the stop criterion that no report of this run had."""
+        self.bad_stop = ""
+        """The error of the stop criterion for which the search ends; empty while it continues."""
         self._metrics: Sequence[str] = objective.metrics if objective else ()
         self._log = log
         self._missing: Sequence[str] = self._metrics
@@ -70,6 +78,8 @@ class MetricCheck(SearchObserver):
         Args:
             undecided: the error of a scheduler that could not decide. It compares the first metric.
         """
+        if self.bad_stop:
+            return f"no report had the metric {', '.join(map(repr, sorted(self._stop_metrics)))}, which stop needs"
         if undecided is not None:
             self._conclude(str(undecided), experiment, self._metrics[:1], awaited=set())
         if self._awaited is not None and not self.ended_without and not self._awaited & self._silent:
@@ -102,6 +112,9 @@ class MetricCheck(SearchObserver):
                     if trial in self._begun and experiment.trial(trial).status is Status.COMPLETED:
                         self._note_lacking(experiment.trial(trial))
                         self._conclude(trial, experiment, self._metrics, awaited=self._silent)
+                case AttemptEnded(trial=trial, cause=Cause.BAD_STOP, message=why) if self._stop_metrics:
+                    where = f"trial {trial} errored at step {experiment.trial(trial).step}"
+                    self.bad_stop = self.bad_stop or f"{where}: {why}"
                 case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Paused(trial=trial):
                     self._silent.discard(trial)
                 case _:
@@ -116,6 +129,7 @@ class MetricCheck(SearchObserver):
         for name in self._metrics:
             if metric_in(report.metrics, name) is not None:
                 self._reported_by[name].add(trial)
+        self._stop_metrics = {each for each in self._stop_metrics if metric_in(report.metrics, each) is None}
         if self._missing:
             self._missing = [each for each in self._missing if metric_in(report.metrics, each) is None]
             self._reported.update(name for name, _ in leaves(report.metrics))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.ranking import best_label
 from prefect_tune.core.experiment.summary import best_of, counted, named
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status
+from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.texts import visible
@@ -47,10 +47,13 @@ def warn_of_takeover(found: Experiment, log: Log) -> None:
 
 
 def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Log) -> None:
-    """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained."""
+    """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained.
+
+    If trials had errored, `say_errored` or the error of the search says what can be done.
+    """
     if (
         found.trials
-        and all(each.phase in ENDED for each in found.trials.values())
+        and all(each.phase is Phase.FINISHED for each in found.trials.values())
         and _attempts(found) == _attempts(ended)
         and not ended.ends
         and plan.reruns_errored != "only"

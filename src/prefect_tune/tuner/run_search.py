@@ -15,7 +15,7 @@ from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_stoppers import Stopper, metrics_needed
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Described, Event
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
@@ -41,7 +41,13 @@ from prefect_tune.parameters.checks.code_change import (
     settings_before_training,
 )
 from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import require_same, say_errored, say_space, with_seed_of
+from prefect_tune.parameters.checks.resume_compatibility import (
+    require_same,
+    say_errored,
+    say_fewer_samples,
+    say_space,
+    with_seed_of,
+)
 from prefect_tune.parameters.checks.search_limits import (
     SearchLimits,
     require_possible,
@@ -86,7 +92,7 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
 
     The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
     """
-    metric_check = MetricCheck(plan.objective, get_run_logger())
+    metric_check = MetricCheck(plan.objective, get_run_logger(), metrics_needed(of_trials(plan.stopper)))
     if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
         warn_of_mode(plan, get_run_logger())
     with quiet_inner_tasks():
@@ -166,8 +172,9 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     say_space(state, now, log)
+    say_fewer_samples(state, now, log)
     if not turn.answered:  # errors of this run were logged before the question
-        say_errored(state, plan, log)
+        say_errored(state, now, log)
     return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.cli.shared.open_target import caught_up
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.command_line import Run
 from tests.fakes.servers.processes import free_port
@@ -75,3 +78,12 @@ def test_a_resume_by_name_says_at_once_that_the_flow_itself_continues_it(
             "run, script "
         )
     assert files_in(target) == before
+
+
+def test_the_step_of_a_trial_is_not_below_that_of_its_own_journal() -> None:
+    saved = CheckpointRef(sequence=1, step=5, metrics={"loss": 0.5})
+    today = Trial(trial="0", config={}, step=5, metrics={"loss": 0.5}, checkpoints=(saved,))
+    known = Trial(trial="0", config={}, step=3, metrics={"loss": 0.7})
+    assert (caught_up(known, today).step, caught_up(known, today).metrics) == (5, {"loss": 0.5})
+    live = known.model_copy(update={"step": 7})
+    assert (caught_up(live, today).step, caught_up(live, today).checkpoints) == (7, (saved,))

@@ -15,7 +15,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.cli.shared.option_parsing import space_from
-from prefect_tune.cli.shared.search_options import parameters_from
+from prefect_tune.cli.shared.search_options import parameters_from, with_flags
 from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run, run_in_process
 from tests.fakes.searches.experiments import write_search
@@ -71,7 +71,7 @@ def test_a_search_without_its_metric_says_so_also_if_a_trial_errored(run: Run, t
     done = run("run", MOODY, *options, "--set", "fails=grid_search(raise,not)", "--num-samples", 1)
     assert done.code == 1
     assert "expected the metric 'accuracy', found " in done.err
-    assert done.err.endswith("continue from their checkpoints, errored ones with rerun_errored=True\n")
+    assert done.err.endswith("continue from their checkpoints, errored ones with --rerun-errored\n")
 
 
 def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:
@@ -211,19 +211,19 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
         (["--set", "a..b=1"], "--set 'a..b=1': expected name=value"),
         (["--experiment", "a/b"], "name 'a/b': expected 1 to 128 letters"),
         (["--target", "s4://b"], "'s4://b': unknown scheme 's4'"),
-        (["--num-samples", 3, "--samples-per-run", 2], "num_samples=3 is the total, samples_per_run=2 is what"),
+        (["--num-samples", 3, "--samples-per-run", 2], "--num-samples 3 is the total, --samples-per-run 2 is what"),
         (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
-        (["--scheduler", "ASAH"], "scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
-        (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
+        (["--scheduler", "ASAH"], "--scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
+        (["--scheduler", "ASHA"], '--scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
         (["--search", "Optuna"], "did you mean 'OptunaSearch'?"),
-        (["--resource", "gqu=1"], "resources_per_trial: expected 'cpu' or 'gpu', found 'gqu'; did you mean"),
-        (["--resource", "gpu=-1"], "resources_per_trial: gpu: expected a number of at least 0, found -1"),
+        (["--resource", "gqu=1"], "--resource: expected 'cpu' or 'gpu', found 'gqu'; did you mean"),
+        (["--resource", "gpu=-1"], "--resource: gpu: expected a number of at least 0, found -1"),
         (["--callback", "prefect_tune:Nothing"], "callback 'prefect_tune:Nothing': "),
-        (["--max-concurrent-trials", "0"], "max_concurrent_trials: expected 1 or more, found 0"),
-        (["--stop", "step=-1"], "stop: limit of 'step': expected more than 0"),
-        (["--time-budget-seconds", "-1"], "time_budget_seconds: Input should be greater than 0, found -1"),
+        (["--max-concurrent-trials", "0"], "--max-concurrent-trials: expected 1 or more, found 0"),
+        (["--stop", "step=-1"], "--stop: limit of 'step': expected more than 0"),
+        (["--time-budget-seconds", "-1"], "--time-budget-seconds: Input should be greater than 0, found -1"),
         (["--warm-start", "a b"], "name 'a b': expected 1 to 128 letters"),
-        (["--job-variable", "cpu=1"], "trial_job_variables: they require trials='deployment'"),
+        (["--job-variable", "cpu=1"], "--job-variable: they require --trials 'deployment'"),
     ],
 )
 def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
@@ -300,9 +300,9 @@ def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: 
         (["elsewhere"], "there is no experiment 'elsewhere' at {target}"),
         (
             ["first", "--num-samples", 3],
-            "num_samples: experiment 'first' has 10 already, and this run passes 3: it is the new total, with a grid ",
+            "--num-samples: experiment 'first' has 10 already, and this run passes 3: it is the new total, ",
         ),
-        (["first", "--max-concurrent-trials", 0], "max_concurrent_trials: expected 1 or more, found 0"),
+        (["first", "--max-concurrent-trials", 0], "--max-concurrent-trials: expected 1 or more, found 0"),
         (["first", "--at", 2], "--at: a resume starts at the last entry; to start at another one, name the fork"),
         (["first", "--fork", "a/b"], "name 'a/b': expected 1 to 128 letters"),
     ],
@@ -336,3 +336,16 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list
     assert "Traceback" not in done.err
     last = done.err.splitlines()[-1]
     assert last.startswith("prefect-tune: no Prefect server answers at PREFECT_API_URL=http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("stop={'step': 0}: expected more", "stop={'step': 0}: expected more"),
+        ("e: pass rerun_errored=True, or raise num_samples", "e: pass --rerun-errored, or raise --num-samples"),
+        ("/runs/num_samples: seed: x 'num_samples=2'", "/runs/num_samples: seed: x 'num_samples=2'"),
+        ("Pass 10 or more, or samples_per_run=3 to add 3", "Pass 10 or more, or --samples-per-run 3 to add 3"),
+    ],
+)
+def test_a_message_names_the_flags_for_the_parameters_that_it_names(message: str, said: str) -> None:
+    assert with_flags(message) == said

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.experiment.experiment_stoppers import TimeBudget
 from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,
@@ -25,7 +25,16 @@ from prefect_tune.core.experiment.failure_policy import (
 )
 from prefect_tune.core.experiment.learning_curves import Curves, curve
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxSteps, MaxTime, Never, Plateau, Stopper, as_stopper
+from prefect_tune.core.experiment.trial_stoppers import (
+    AnyOf,
+    MaxSteps,
+    MaxTime,
+    Never,
+    Plateau,
+    Stopper,
+    as_stopper,
+    metrics_needed,
+)
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
@@ -194,6 +203,7 @@ def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> N
         (Cause.IMPORT, {}, FailurePolicy(max_failures=9), "import is not retried"),
         (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), "out-of-memory is not retried"),
         (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), "bad-metric is not retried"),
+        (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), "bad-stop is not retried"),
         (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), TryAgain()),
         (
             Cause.MACHINE,
@@ -302,6 +312,27 @@ def test_a_number_is_a_time_in_seconds_and_what_is_none_is_told_so() -> None:
     assert TimeBudget(cast("timedelta", 0.5)) == TimeBudget(timedelta(seconds=0.5))
     with pytest.raises(InvalidInput, match=r"MaxTime: expected a positive number of seconds or timedelta.*found '1h'"):
         MaxTime(cast("timedelta", "1h"))
+
+
+@pytest.mark.parametrize(
+    ("stopper", "message"),
+    [
+        (
+            as_stopper({"steps": 3}),
+            r"expected metric 'steps' in each report, found only \['loss'\]; did you mean 'step'\?",
+        ),
+        (as_stopper([{"step": 99, "los": 3}]), r"found only \['loss'\]; did you mean 'loss'\?"),
+        (Plateau("lost"), r"found only \['loss'\]; did you mean 'loss'\?"),
+        (as_stopper({"accuracy": 3}), r"found only \['loss'\]$"),
+    ],
+)
+def test_a_stop_criterion_whose_metric_is_not_reported_names_the_one_that_was_meant(
+    stopper: Stopper, message: str
+) -> None:
+    assert metrics_needed(stopper) - {"steps", "los", "lost", "accuracy"} == set()
+    assert len(metrics_needed(stopper)) == 1
+    with pytest.raises(BadStop, match=message):
+        stopper.why_stop(reports(1, 1, 1, 1))
 
 
 def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:

@@ -240,6 +240,7 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
         (Cause.IMPORT, 0, 1),
         (Cause.OUT_OF_MEMORY, 0, 1),
         (Cause.BAD_METRIC, 0, 1),
+        (Cause.BAD_STOP, 0, 1),
     ],
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:

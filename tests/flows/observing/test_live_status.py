@@ -100,6 +100,7 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     assert shown(local_target)["age_seconds"] > 3
     said = looked("show", local_target.path, "e")
     assert " s ago; updates every 1 s are missing: its process has probably ended" in said
+    assert f"resume with  prefect-tune resume {local_target.path} e\n" in said.replace(" \n", "\n")
     assert "the process has probably ended: e\n" in looked("ls", local_target.path)
     assert "its process has probably ended" in looked("report", local_target.path, "e")
     (tmp_path / "go").touch()

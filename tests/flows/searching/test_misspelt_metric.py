@@ -14,10 +14,20 @@ from tests.fakes.searches.failed_searches import results_of_failed
 from tests.trainables.moody import Moody
 
 
+def train_forever(config: Mapping[str, Any]) -> None:
+    while True:
+        pt.report({"loss": config["x"]})
+
+
+def named(config: Mapping[str, Any]) -> None:
+    for step in range(9):
+        pt.report({config["name"]: step})
+
+
 def searched(target: LocalTarget, metric: str, **options: Any) -> pt.Results:
     common: Mapping[str, Any] = {"experiment": "e", "isolation": "thread", "max_concurrent_trials": 1, "num_samples": 3}
-    space = {"x": pt.uniform(0, 1)}
-    found: pt.Results = pt.tune(Moody, space, target=target, metric=metric, stop={"step": 4}, **{**common, **options})
+    more = {"trainable": Moody, "space": {"x": pt.uniform(0, 1)}, "stop": {"step": 4}, **common, **options}
+    found: pt.Results = pt.tune(target=target, metric=metric, **more)
     return found
 
 
@@ -97,3 +107,34 @@ def test_a_search_whose_first_trial_reports_something_else_goes_on(
     found = pt.tune(skipping, space, experiment="e", num_samples=1, **asked)
     assert [str(each.status) for each in found.trials.values()] == [first, "completed", "completed"]
     assert found.best.metrics == {"accuracy": 0.5}
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("trainable", [Moody, train_forever])
+def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_at_the_first_report_and_continues_with_another(
+    local_target: LocalTarget, isolation: str, trainable: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"isolation": isolation, "failures": pt.FailurePolicy(max_failures=9), "trainable": trainable}
+    with pytest.raises(pt.SearchFailed) as failed:
+        searched(local_target, "loss", stop={"steps": 4}, **options)
+    error = "stop: expected metric 'steps' in each report, found only ['loss']; did you mean 'step'?"
+    assert str(failed.value) == (
+        f"experiment 'e': trial 00000 errored at step 1: {error} Run the search again under the same experiment name "
+        "with another stop: completed trials are kept, the others continue from their checkpoints"
+    )
+    assert f"trial 00000 errored at step 1: {error}" in caplog.messages
+    results = failed.value.results
+    assert isinstance(results, pt.Results)
+    assert statuses(results) == [("interrupted", 1, 1)]
+    assert results.experiment.ends == "no report had the metric 'steps', which stop needs"
+    right = pt.resume("e", target=local_target, trainable=trainable, stop={"step": 4})
+    assert statuses(right) == [("completed", 4, 2), ("completed", 4, 1), ("completed", 4, 1)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_stop_whose_metric_some_trials_report_fails_only_those_that_do_not(local_target: LocalTarget) -> None:
+    space = {"name": pt.grid_search(["loss", "other", "loss"])}
+    results = searched(local_target, "loss", trainable=named, space=space, num_samples=1, stop={"loss": 2})
+    assert [str(each.status) for each in results.trials.values()] == ["completed", "errored", "completed"]
+    assert results.errors["00001"].startswith("bad-stop is not retried: stop: expected metric 'loss' in each report")

@@ -20,6 +20,7 @@ from prefect_tune.parameters.checks.resume_compatibility import (
     KEEPS_CONFIGURATIONS,
     require_same,
     say_errored,
+    say_fewer_samples,
     say_space,
 )
 from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
@@ -143,6 +144,24 @@ def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest
     say_errored(state, planned(), LOG)
     assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
     assert caplog.messages[0].endswith(KEEPS_CONFIGURATIONS)
+    caplog.clear()
+    all_errored = searched(planned(), *gave_up("00000", "00001", "00002"))
+    say_errored(all_errored, planned(), LOG)
+    assert caplog.messages == [], "the error of the search says it"
+    say_errored(all_errored, planned(num_samples=4), LOG)
+    assert caplog.messages[0].startswith("3 trials that errored in an earlier run are not retried: to retry ")
+
+
+def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(planned())
+    for count in (None, 3, 4):
+        say_fewer_samples(state, planned(num_samples=count), LOG)
+    assert caplog.messages == []
+    say_fewer_samples(state, planned(num_samples=2), LOG)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "num_samples=2 has no effect: it is the total, which makes 2 trials, and the experiment has 3 "
+    )
 
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,8 +229,9 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     broken = results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
     assert list(broken.errors) == ["00000"]
     assert "not retried" not in caplog.text
-    results_of_failed(lambda: pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common))
-    assert caplog.text.count("1 trial that errored in an earlier run is not retried") == 1
+    with pytest.raises(pt.SearchFailed, match=r"^experiment 'e': 1 errored trial was not retried: to retry "):
+        pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
+    assert "not retried" not in caplog.text, "the error says it"
     results_of_failed(lambda: pt.tune(Moody, {"fails": "not"}, num_samples=1, **common))
     said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
     assert said in caplog.text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
-from prefect_tune.cli.shared.open_target import chosen_trials, opened, trials_today, viewed
+from prefect_tune.cli.shared.open_target import caught_up, chosen_trials, opened, trials_today, viewed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
@@ -39,13 +40,13 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         view = viewed(store, state)
         today = trials_today(store, state, chosen_trials(state, trial)) if trial else []
     if is_search(state) and trial is None:
-        show_search(view, as_json=as_json)
+        show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
     state, now = view.experiment, datetime.now(UTC)
     about: dict[str, object] = {"experiment": state.name, "term": state.epoch, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
-        chosen = chosen.model_copy(update={"checkpoints": today[0].checkpoints, "aside": today[0].aside})
+        chosen = caught_up(chosen, today[0])
     facts = _facts(view, chosen) if chosen is not None else {}
     fresh = freshness_of(view, now)
     if as_json:
@@ -57,8 +58,12 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
 
 
-def show_search(view: ExperimentView, *, as_json: bool) -> None:
-    """Print a search: its settings, and its trials, the best one first."""
+def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None:
+    """Print a search: its settings, and its trials, the best one first.
+
+    Args:
+        again: the command that resumes it, to print if its process has probably ended.
+    """
     state, now = view.experiment, datetime.now(UTC)
     fresh = freshness_of(view, now)
     objective = objective_in(state.settings)
@@ -79,7 +84,8 @@ def show_search(view: ExperimentView, *, as_json: bool) -> None:
     metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
     table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
-    print_parts(facts_table({**_head(state), "as of": fresh.words()}), "", table)
+    resume = {"resume with": again} if again and fresh.is_stale else {}
+    print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     _show_errors(trials)

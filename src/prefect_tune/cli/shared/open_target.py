@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from prefect_tune.cli.shared.nearby_targets import require_folder
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import trial_named
-from prefect_tune.core.experiment.trial_transitions import Trial, live_keys
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, live_keys, with_report
 from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.journal.trial_journal import trial_today
 from prefect_tune.core.messages.live_status import ExperimentView, view_of
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.experiment_listing import no_experiment
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.locations.local_folder import LocalFolder, local_folder
+from prefect_tune.terminal.data_age import freshness_of
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -99,5 +102,22 @@ def written_at(store: ObjectStore, state: Experiment) -> str:
 
 
 def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
-    """Return the experiment with the newest reports of its running trials, and the time of that."""
-    return view_of(store, state, written_at(store, state))
+    """Return the experiment with the newest reports of its running trials, and the time of that.
+
+    If its process has probably ended, its trials' own journals may be newer than its last live status: they are read.
+    """
+    view = view_of(store, state, written_at(store, state))
+    if not freshness_of(view, datetime.now(UTC)).is_stale:
+        return view
+    trials = view.experiment.trials
+    running = [each for each in trials.values() if each.status is Status.RUNNING]
+    for known, today in zip(running, trials_today(store, state, running), strict=True):
+        trials = trials.with_trial(caught_up(known, today))
+    return replace(view, experiment=view.experiment.model_copy(update={"trials": trials}))
+
+
+def caught_up(known: Trial, today: Trial) -> Trial:
+    """Return a trial with the newest report and the checkpoints of `today`, its state in its own journal."""
+    report = StepReport(step=today.step, metrics=today.metrics, trained_seconds=today.trained_seconds)
+    found = {"checkpoints": today.checkpoints, "aside": today.aside}
+    return with_report(known, report).model_copy(update=found)

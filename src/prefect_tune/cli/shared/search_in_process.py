@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,9 +15,11 @@ import typer
 
 from prefect_tune.cli.inspect.show import show_search
 from prefect_tune.cli.shared.flow_errors import short_errors
-from prefect_tune.core.errors import SearchFailed
+from prefect_tune.cli.shared.search_options import with_flags
+from prefect_tune.core.errors import SearchFailed, TuneError
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.core.models import valid_name
+from prefect_tune.core.texts import visible
 
 if TYPE_CHECKING:
     from prefect_tune.results.results import Results
@@ -62,19 +65,31 @@ def search_in_this_process(search: Callable[[], Results], again: str, *, as_json
     """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
-    with short_errors(f"stopped; resume with: {again}"):
-        results = _results_of(search)
+    with short_errors(f"stopped; resume with: {again}"), _named_by_flags():
+        results, error = _results_of(search)
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
+    if error:
+        print(f"prefect-tune: {visible(error)}", file=sys.stderr)
     if results.errors:
         raise typer.Exit(_SOME_ERRORED)
 
 
-def _results_of(search: Callable[[], Results]) -> Results:
-    """Return the results also of a search in which every trial errored: they show the errors."""
+@contextmanager
+def _named_by_flags() -> Iterator[None]:
+    """Name the options in the message of an error as the command line does."""
     try:
-        return search()
+        yield
+    except TuneError as error:
+        error.args = (with_flags(str(error)), *error.args[1:])
+        raise
+
+
+def _results_of(search: Callable[[], Results]) -> tuple[Results, str]:
+    """Return the results also of a search in which every trial errored, with the error, empty for others."""
+    try:
+        return search(), ""
     except SearchFailed as failed:
         results = cast("Results", failed.results)
         if len(results.errors) < len(results.trials):  # no report had the metric
             raise
-        return results
+        return results, with_flags(str(failed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -243,6 +244,34 @@ def flag_of(name: str) -> str:
     """Return the flag of the option `name`, with its metavar, for messages."""
     option = _OPTIONS[name]
     return f"{option.flag or '--' + name.replace('_', '-')} {option.metavar}"
+
+
+def with_flags(message: str) -> str:
+    """Return a message that names parameters of the flow with their flags: `num_samples=2` as `--num-samples 2`."""
+
+    def flag(found: re.Match[str]) -> str:
+        value = "" if found["value"] in (None, "True") else f" {found['value']}"
+        return _FLAGS[found["given"] or found["named"] or found["first"]] + value
+
+    return _PARAMETER.sub(flag, message)
+
+
+def _flags() -> Mapping[str, str]:
+    """Return by parameter of the flow the flag that sets it, where it is one flag that does."""
+    found: dict[str, set[str]] = {}
+    for name, option in _OPTIONS.items():
+        parameter = name if option.sets is None or option.sets in _OPTIONS else option.sets
+        found.setdefault(parameter, set()).add(option.flag or f"--{name.replace('_', '-')}")
+    return {name: next(iter(flags)) for name, flags in found.items() if len(flags) == 1}
+
+
+_FLAGS = _flags()
+_SEVERAL_WORDS = "|".join(name for name in _FLAGS if "_" in name)
+_PARAMETER = re.compile(
+    # With its value; at the start of a message, before a colon; or of several words, and so a parameter anywhere.
+    rf"(?<![\w./'\"-])(?:(?P<given>{'|'.join(_FLAGS)})=(?P<value>True\b|-?\d[\d.]*\b|'[^'\s]*'|N\b)"
+    rf"|(?P<named>{_SEVERAL_WORDS})\b(?!=))|^(?P<first>{'|'.join(_FLAGS)})(?=:)"
+)
 
 
 def takes(panels: Mapping[str, Sequence[str]]) -> Callable[[_Command], _Command]:

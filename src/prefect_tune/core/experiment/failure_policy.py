@@ -33,7 +33,7 @@ _USER_BUDGET_SPENT = re.compile(r"^failure \d+ of the trainable \(max_failures=\
 """What `verdict` puts before the error that spent the budget."""
 
 _Count = Annotated[int, Field(ge=0)]
-_NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
+_NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
 
 class FailurePolicy(Value):
@@ -122,11 +122,11 @@ def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
 def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run begins with fresh budgets for a waiting trial.
 
-    It does if the import of its trainable failed, which may be corrected; and after too many machine failures, but not
-    if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted forever,
-    and its search could never finish.
+    It does if the import of its trainable or its stop criterion failed, which may be corrected; and after too many
+    machine failures, but not if the trial's last owner vanished with it: a trial that kills its machine each time would
+    be restarted forever, and its search could never finish.
     """
-    if trial.cause is Cause.IMPORT:
+    if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True
     return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.did_you_mean import did_you_mean
+from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.function_calls import other_signature
-from prefect_tune.core.models import StepReport, metric_in
+from prefect_tune.core.models import StepReport, leaves, metric_in
 from prefect_tune.core.numbers import is_number, shown
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Stopper",
     "as_stopper",
     "limits_in",
+    "metrics_needed",
     "some_time",
 ]
 
@@ -224,6 +226,17 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
     return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
 
 
+def metrics_needed(stopper: Stopper) -> frozenset[str]:
+    """Return the metrics without which a report makes it raise `BadStop`."""
+    match stopper:
+        case AnyOf(stoppers=several):
+            return frozenset().union(*map(metrics_needed, several))
+        case Plateau(metric=name):
+            return frozenset({name})
+        case _:
+            return frozenset(limits_in(stopper)) - {"step"}
+
+
 def _limit(name: object, limit: object) -> float:
     is_limit = isinstance(limit, float) and math.isinf(limit)  # inf is never reached, -inf at once
     if not isinstance(limit, int | float) or not (is_limit or is_number(limit)):
@@ -237,5 +250,7 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
     value = metric_in(metrics, name)
     if isinstance(value, int | float):
         return float(value)
-    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if name in RAYS_NAMES else ""
-    raise InvalidInput(f"stop: expected metric {name!r} in each report, found only {sorted(metrics)}{hint}")
+    found = sorted(each for each, _ in leaves(metrics))
+    is_rays = name in RAYS_NAMES
+    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if is_rays else did_you_mean(name, ["step", *found])
+    raise BadStop(f"stop: expected metric {name!r} in each report, found only {found}{hint}")

@@ -29,6 +29,8 @@ class Cause(StrEnum):
     """The kernel killed the process for using too much memory: a retry does not help."""
     BAD_METRIC = "bad-metric"
     """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
+    BAD_STOP = "bad-stop"
+    """The stop criterion needs a metric that it did not report: a retry does not help."""
 
 
 class Owner(Value):

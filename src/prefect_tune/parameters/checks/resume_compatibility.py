@@ -136,14 +136,26 @@ def require_goes_on(state: Experiment) -> None:
 
 
 def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry: it may have nothing else to train."""
+    """Log how many errored trials this run does not retry; if it has nothing else to train, its error says so."""
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
-    if count and not plan.reruns_errored:
+    adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
+    if count and not plan.reruns_errored and (count < len(state.trials) or adds_trials):
         log.warning(
             "%s not retried: to retry with the code as it is now, pass rerun_errored=True "
             "(prefect-tune resume … --rerun-errored); %s",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
             KEEPS_CONFIGURATIONS,
+        )
+
+
+def say_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
+    """Log a warning if the experiment has more trials than `num_samples` asks for."""
+    wanted, there_are = plan.trial_count, len(state.trials)
+    if plan.num_samples is not None and wanted is not None and wanted < there_are:
+        log.warning(
+            "num_samples=%d has no effect: it is the total, which makes %s, and the experiment has %d already. To add "
+            "trials, raise num_samples, or pass samples_per_run",
+            *(plan.num_samples, plural(wanted, "trial", "trials"), there_are),
         )
 
 

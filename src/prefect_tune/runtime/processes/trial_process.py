@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
@@ -328,6 +328,8 @@ def _code(trainable: type | TrainFunction) -> str:
 
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
+    if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
+        return Broke(cause=cause, message=str(error), traceback="")
     message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
     return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
 
@@ -378,6 +380,8 @@ def _cause(error: BaseException) -> Cause:
             return Cause.OUT_OF_MEMORY
         case BadMetric():
             return Cause.BAD_METRIC
+        case BadStop():
+            return Cause.BAD_STOP
         case _:
             return Cause.USER
 
