@@ -121,8 +121,8 @@ def resume(
         UnsafePayload: its journal names something that is not trusted; the message says what to pass.
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
-        SearchFailed: every trial errored, or no report had the metric; its `results` are the Results. The flow run
-            ends Failed.
+        SearchFailed: every trial errored, or no report had a metric that it or `stop` needs; its `results` are the
+            Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
