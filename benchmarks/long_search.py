@@ -55,7 +55,7 @@ class _Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        from prefect_tune.stores.posix.posix_store import PosixStore
+        from prefect_tune.stores.posix_store import PosixStore
 
         def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:

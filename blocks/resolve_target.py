@@ -20,10 +20,9 @@ from pydantic import ValidationError
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.blocks.targets.local_target import LocalTarget
-from prefect_tune.core.did_you_mean import did_you_mean, nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
-from prefect_tune.stores.locations.local_folder import BLOCK_SLUG
-from prefect_tune.stores.locations.open_location import read_uri
+from prefect_tune.core.texts import did_you_mean, nearest
+from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"

@@ -13,8 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticSerializationError
 
 from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
-from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.strict_block import FILES_LOGO, StrictBlock
+from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput

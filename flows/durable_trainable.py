@@ -10,8 +10,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial import wasted_words
-from prefect_tune.core.experiment.trial_status import status_label
+from prefect_tune.core.experiment.trial import status_label, wasted_words
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
 from prefect_tune.core.html_tables import (
     Html,
@@ -25,9 +24,9 @@ from prefect_tune.core.html_tables import (
 from prefect_tune.core.models import first_line, flat, plural
 from prefect_tune.executors.prestart import prestart_training
 from prefect_tune.notebook.cell_output import search_output
-from prefect_tune.parameters.form_schema import ConfigField, StopField, SyncField, TargetField, TrainableField
+from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
+from prefect_tune.prefect_api.flow_runs import failed_by
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.runtime.checkpoint import Checkpoint
 

@@ -14,8 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
 from prefect_tune.notebook.cell_output import search_output
-from prefect_tune.parameters.checks.resume_compatibility import require_search
-from prefect_tune.parameters.form_schema import (
+from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
     OtherTrainableField,
@@ -27,15 +26,15 @@ from prefect_tune.parameters.form_schema import (
     SyncField,
     TargetField,
 )
-from prefect_tune.parameters.samples_per_run import require_no_fewer, require_one_count
+from prefect_tune.parameters.resume_compatibility import require_search
+from prefect_tune.parameters.search_limits import require_no_fewer, require_one_count
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.results.results import Results
-from prefect_tune.suspension.answers import chosen_before
-from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import no_experiment_at
+from prefect_tune.results import Results
+from prefect_tune.suspension.resume_forms import chosen_before
+from prefect_tune.tasks.experiment_state import no_experiment_at, read_known
 from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment, fork_source
-from prefect_tune.trust.require_trusted import require_trusted, trusted_here
+from prefect_tune.trust import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched
 
 __all__ = ["resume"]

@@ -8,9 +8,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_link import StoreLink, TrialParameters, request_from
 from prefect_tune.executors.trial_executor import attempt_of
-from prefect_tune.executors.trial_parameters import TrialParameters, request_from
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 

@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.executors.prestart import prestart_search
 from prefect_tune.notebook.cell_output import search_output
-from prefect_tune.parameters.form_schema import (
+from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
     MetricField,
@@ -26,10 +26,10 @@ from prefect_tune.parameters.form_schema import (
     TargetField,
     TrainableField,
 )
-from prefect_tune.parameters.samples_per_run import require_one_count
+from prefect_tune.parameters.search_limits import require_one_count
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.results.results import Results
+from prefect_tune.results import Results
 
 __all__ = ["tune"]
 

@@ -6,11 +6,9 @@ own; the modules beside it hold the tasks of the engine, which take resolved arg
 
 from __future__ import annotations
 
-from prefect_tune.tasks.public.delete_checkpoint import delete_checkpoint
+from prefect_tune.tasks.public.checkpoints import delete_checkpoint, restore_checkpoint, save_checkpoint
 from prefect_tune.tasks.public.experiment_state import restore_experiment_state, sync_experiment_state
-from prefect_tune.tasks.public.restore_checkpoint import restore_checkpoint
 from prefect_tune.tasks.public.results import CommittedCheckpoint, ExperimentState, RestoredCheckpoint, TrialState
-from prefect_tune.tasks.public.save_checkpoint import save_checkpoint
 from prefect_tune.tasks.public.trials import run_trial
 
 __all__ = [

@@ -10,22 +10,21 @@ from pathlib import Path
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import commit, reusable
+from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
 from prefect_tune.core.checkpoints.manifest import About, Manifest
-from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.restore import read_manifest, verify
+from prefect_tune.core.recovery import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.storage_retries import RETRYING, is_away
 from prefect_tune.stores.local.download import fetch_committed, metadata_of_copy
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
-from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.journal_writer import new_write_id
 
 _TIMEOUT_SECONDS = 1800.0
 _TIMEOUT, _OF_A_CLONE, _LOOK = timedelta(seconds=_TIMEOUT_SECONDS), timedelta(minutes=2), timedelta(seconds=30)

@@ -11,7 +11,6 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     CheckpointNotFound,
     InvalidInput,
@@ -28,12 +27,12 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
-from prefect_tune.core.storage.experiment_listing import no_experiment
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.layout import no_experiment
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.storage_retries import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 
 _TIMEOUT = timedelta(minutes=10)
 

@@ -10,24 +10,21 @@ from typing import TypeVar
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_of, objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
-from prefect_tune.core.notifications.best_model import best_checkpoints
-from prefect_tune.core.operations.quarantine import quarantine
-from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect
+from prefect_tune.core.notifications.prefect_events import best_checkpoints
+from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect, quarantine
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
-from prefect_tune.core.storage.experiment_listing import experiment_names
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, experiment_names
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.tasks.on_target import on_target
+from prefect_tune.supervisor.journal_writer import new_write_id
+from prefect_tune.tasks.experiment_state import on_target
 
 _TIMEOUT = timedelta(minutes=30)
 _SHARE_FOR_BEGINNING = 0.8

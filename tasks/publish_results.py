@@ -13,12 +13,12 @@ from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.learning_curves import Curves
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.documents import read_document
+from prefect_tune.core.storage.layout import Rows, delete_older_results, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.storage.result_files import Rows, delete_older_results, results_path
 from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 

@@ -16,8 +16,8 @@ from prefect.logging import get_run_logger
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.learning_curves import curve
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.stoppers import Stopper
+from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal, history
 from prefect_tune.core.journal_events.experiment_events import (
@@ -38,15 +38,14 @@ from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
-from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs import RUN_TRIAL, quiet_inner_tasks
 from prefect_tune.storage_retries import RETRYING, retrying_refusals, skip_prefect_introspection
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
-from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
 from prefect_tune.supervisor.processes.process_channel import trial_in_place
 from prefect_tune.supervisor.processes.process_output import Log, TrialLog
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.tasks.attempt_states import log_failure, state_of

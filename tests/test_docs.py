@@ -17,14 +17,13 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import loggers
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
-from prefect_tune.core.journal_events.journal_entry import Entry
+from prefect_tune.core.experiment.stoppers import ExperimentStopper, of_experiment
+from prefect_tune.core.journal_events.experiment_events import Entry
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
-from prefect_tune.deploy.apply_automations import uninstall_automations
-from prefect_tune.deploy.automation_specs import shipped
+from prefect_tune.deploy.automations import shipped, uninstall_automations
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.checks.argument_checks import stopper_for
+from prefect_tune.parameters.argument_checks import stopper_for
 from prefect_tune.registry import BUILT_IN
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table, journal_events_table

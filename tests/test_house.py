@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune import cli
-from prefect_tune.cli.shared.app import COMMANDS, PANELS
+from prefect_tune.cli.app import COMMANDS, PANELS
 from tools.house import (
     FILE_LINES,
     FOLDER_FILES,
@@ -122,7 +122,7 @@ def test_what_only_looks_like_an_exemption_is_none() -> None:
     assert list(exemptions('x = "# noqa"  # a string\n')) == []
 
 
-def test_each_command_is_in_the_module_of_its_name_in_the_folder_of_its_panel() -> None:
+def test_each_command_is_in_the_module_of_its_panel() -> None:
     named = {each.name or each.callback.__name__: each for each in cli.application().registered_commands}
     homes = {name: (each.callback.__module__, each.rich_help_panel) for name, each in named.items()}
     homes |= {
@@ -131,14 +131,8 @@ def test_each_command_is_in_the_module_of_its_name_in_the_folder_of_its_panel() 
         for each in group.typer_instance.registered_commands
     }
     assert homes == {
-        name: (f"prefect_tune.cli.{panel}.{name}", PANELS[panel]) for panel, names in COMMANDS.items() for name in names
+        name: (f"prefect_tune.cli.{panel}", PANELS[panel]) for panel, names in COMMANDS.items() for name in names
     }
-
-
-def test_each_module_in_the_folder_of_a_panel_is_a_command() -> None:
-    folder = Path(cli.__file__).parent
-    modules = {panel: {each.stem for each in (folder / panel).glob("*.py")} - {"__init__"} for panel in PANELS}
-    assert modules == {panel: set(names) for panel, names in COMMANDS.items()}
 
 
 @pytest.mark.parametrize(

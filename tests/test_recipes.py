@@ -17,11 +17,10 @@ from jsonschema import validate
 from prefect.utilities.schema_tools.validation import validate as prefect_validate
 
 import prefect_tune as pt
-from prefect_tune.deploy.deployment_specs import TAG
-from prefect_tune.flows import deployed_tune
+from prefect_tune.deploy.deployments import TAG
+from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
-from prefect_tune.parameters.form_schema import form_of
-from prefect_tune.parameters.grouped_flow import flattened
+from prefect_tune.parameters.forms import flattened, form_of
 from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks
 from tests.fakes.servers.moto_server import moto_server
 
@@ -117,7 +116,7 @@ def test_the_deployments_for_kubernetes_give_jobs_what_the_template_and_the_flow
         each["name"]: each["entrypoint"] for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     }
     assert {each["name"]: each["entrypoint"] for each in (search, trial)}.items() <= ours.items()
-    assert prefect_validate(search["parameters"], form_of(deployed_tune.tune)) == []
+    assert prefect_validate(search["parameters"], form_of(deployed.tune)) == []
     pt.space_from_json(parameters["space"])
     assert parameters["trials"] == "deployment"
     assert train_trial.name == trial["name"]

@@ -63,14 +63,13 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     """What the tasks `save_checkpoint` and `restore_checkpoint` do, without Prefect around it."""
     from obstore.store import S3Store
 
-    from prefect_tune.core.checkpoints.commit import commit, reusable
+    from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
     from prefect_tune.core.checkpoints.manifest import About
-    from prefect_tune.core.checkpoints.reverification import Reverification
-    from prefect_tune.core.recovery.restore import read_manifest, restore
+    from prefect_tune.core.recovery import read_manifest, restore
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
     from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
-    from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
+    from prefect_tune.stores.obstore_store import ObstoreStore, client_times
 
     trial = TrialKey(experiment="experiment", trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)

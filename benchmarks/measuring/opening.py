@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.stores.object_stores import object_store
 
 __all__ = ["Measured"]

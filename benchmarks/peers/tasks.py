@@ -16,7 +16,7 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.futures import PrefectFuture
 
-from prefect_tune.prefect_api.task_runs.short_task_run import run_here
+from prefect_tune.prefect_api.task_runs import run_here
 from prefect_tune.storage_retries import RETRYING
 
 

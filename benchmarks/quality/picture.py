@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.reporting.charts.axes import MIDDLE, Frame, Scale, draw_axes
-from prefect_tune.reporting.charts.svg import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing, Pen
+from prefect_tune.reporting.svg import BLUE, GREEN, GREY, MIDDLE, ORANGE, VIOLET, Drawing, Frame, Pen, Scale, draw_axes
 
 __all__ = ["Panel", "Point", "drawn"]
 

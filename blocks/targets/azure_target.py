@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
-from prefect_tune.blocks.strict_block import block_logo
+from prefect_tune.blocks.storage_target import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
-from prefect_tune.stores.locations.open_location import Client, Location
+from prefect_tune.stores.open_location import Client, Location
 
 
 class AzureTarget(ObjectTarget):

@@ -12,13 +12,12 @@ from urllib.parse import urlsplit
 from prefect.types import SecretDict
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.strict_block import FILES_LOGO
+from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.open_location import Client, Location, fsspec_store
+from prefect_tune.stores.open_location import Client, Location, fsspec_store
+from prefect_tune.stores.subprocess_store import IsolatedStore
 
 _ON_THIS_MACHINE = frozenset({"file", "local"})
 _IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import GcpBlock, gcp_key
-from prefect_tune.blocks.strict_block import block_logo
+from prefect_tune.blocks.storage_target import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
-from prefect_tune.stores.locations.open_location import Client
+from prefect_tune.stores.open_location import Client
 
 # The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.
 _NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})

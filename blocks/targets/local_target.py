@@ -12,14 +12,12 @@ from typing import ClassVar, Self
 
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.strict_block import FILES_LOGO
+from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.open_location import Client, Location
-from prefect_tune.stores.posix.posix_store import open_folder
-from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
+from prefect_tune.stores.open_location import Client, Location
+from prefect_tune.stores.posix_store import Sweeps, open_folder
+from prefect_tune.stores.subprocess_store import IsolatedStore
 
 _sweeps = Sweeps()
 

@@ -16,7 +16,7 @@ from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.open_location import ENDPOINT_OPTIONS, Location
+from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Location
 
 
 class ObjectTarget(StorageTarget, ABC):
@@ -98,7 +98,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        from prefect_tune.stores.object_store.obstore_store import ObstoreStore
+        from prefect_tune.stores.obstore_store import ObstoreStore
 
         deadline = Deadline.after(timeout)
         connector = self._connector()
@@ -114,7 +114,7 @@ class ObjectTarget(StorageTarget, ABC):
             store.close()
 
     def _connected(self, connector: Callable[..., Any], limit: timedelta) -> Any:
-        from prefect_tune.stores.object_store.obstore_store import connected
+        from prefect_tune.stores.obstore_store import connected
 
         try:
             return connected(connector, limit, self._transport())

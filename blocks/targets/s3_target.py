@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AwsBlock, endpoint_in, s3_access, static_keys
-from prefect_tune.blocks.strict_block import block_logo
+from prefect_tune.blocks.storage_target import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
-from prefect_tune.stores.locations.open_location import Client
+from prefect_tune.stores.open_location import Client
 
 
 class S3Target(ObjectTarget):

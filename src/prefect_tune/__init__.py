@@ -50,16 +50,19 @@ if TYPE_CHECKING:
         UnknownVersion,
         UnsafePayload,
     )
-    from prefect_tune.core.experiment.experiment_stoppers import (
+    from prefect_tune.core.experiment.failure_policy import FailurePolicy
+    from prefect_tune.core.experiment.retention import Retention
+    from prefect_tune.core.experiment.stoppers import (
         ExperimentPlateau,
         ExperimentStopper,
         MaxFailures,
+        MaxSteps,
+        MaxTime,
+        Plateau,
+        Stopper,
         TimeBudget,
         TrialBudget,
     )
-    from prefect_tune.core.experiment.failure_policy import FailurePolicy
-    from prefect_tune.core.experiment.retention import Retention
-    from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau, Stopper
     from prefect_tune.core.schedulers.asha import ASHA
     from prefect_tune.core.schedulers.base import (
         Continue,
@@ -102,8 +105,8 @@ if TYPE_CHECKING:
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
     from prefect_tune.maintenance.delete_experiment import delete_experiment
-    from prefect_tune.maintenance.report import MaintenanceReport
-    from prefect_tune.results.results import Results, load_results
+    from prefect_tune.maintenance.runner import MaintenanceReport
+    from prefect_tune.results import Results, load_results
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
     from prefect_tune.tasks import (
@@ -118,7 +121,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         sync_experiment_state,
     )
-    from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
+    from prefect_tune.tuner.stopping import StopOutcome, stop
 
     __version__: str
 
@@ -253,18 +256,17 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
-    "prefect_tune.results.results": "Results load_results",
-    "prefect_tune.tuner.stopping.send_stop_request": "StopOutcome stop",
+    "prefect_tune.results": "Results load_results",
+    "prefect_tune.tuner.stopping": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.maintenance.delete_experiment": "delete_experiment",
-    "prefect_tune.maintenance.report": "MaintenanceReport",
+    "prefect_tune.maintenance.runner": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.runtime.checkpoint": "Checkpoint",
     "prefect_tune.core.checkpoints.cadence": "Cadence",
-    "prefect_tune.core.experiment.experiment_stoppers": "ExperimentStopper",
-    "prefect_tune.core.experiment.trial_stoppers": "Stopper",
+    "prefect_tune.core.experiment.stoppers": "ExperimentStopper Stopper",
     "prefect_tune.core.experiment.failure_policy": "FailurePolicy",
     "prefect_tune.core.search.objective": "Objective",
     "prefect_tune.core.experiment.retention": "Retention",

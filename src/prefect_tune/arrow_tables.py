@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
+from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.models import StepReport, flat
-from prefect_tune.core.numbers import is_finite
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.layout import Rows, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.core.storage.result_files import Rows
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,10 +13,10 @@ BUILT_IN = {
         "OptunaSearch": "prefect_tune.integrations.optuna",
     },
     "stop": {
-        **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.experiment.trial_stoppers"),
+        **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.experiment.stoppers"),
         **dict.fromkeys(
             ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"),
-            "prefect_tune.core.experiment.experiment_stoppers",
+            "prefect_tune.core.experiment.stoppers",
         ),
     },
 }

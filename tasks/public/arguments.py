@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -13,13 +15,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.checkpoints.metadata import plain_metadata
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import ExperimentName, StepReport, TrialId
-from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.checks.argument_checks import storable_config
-from prefect_tune.parameters.validated_parameters import ValidatedParameters
+from prefect_tune.core.storage.layout import TrialKey, experiment_names
+from prefect_tune.core.texts import did_you_mean
+from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.search_plan import ValidatedParameters
 
 __all__ = [
     "DeleteArguments",
@@ -30,7 +33,10 @@ __all__ = [
     "SaveArguments",
     "SyncArguments",
     "TrialArguments",
+    "similar_experiment",
+    "similar_name",
 ]
+
 
 Directory: TypeAlias = str | os.PathLike[str]
 End: TypeAlias = Literal["completed", "paused", "errored"]
@@ -145,3 +151,28 @@ class SyncArguments(TrialArguments):
     config: Annotated[dict[str, Any], BeforeValidator(storable_config)] | None
     status: End | None
     reason: str
+
+
+# Warn of a name that is new on a target and similar to one that exists there: it may be misspelt.
+
+_SIMILAR = 0.75
+"""The least similarity of two spellings of one name: that of `slow` and `slwo`."""
+_LOOK = timedelta(seconds=5)
+_COUNTED = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+"""What differs within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
+
+
+def similar_experiment(target: StorageTarget, experiment: str) -> str:
+    """Return as `similar_name`, of the experiments on `target`; empty too if they cannot be listed within 5 s."""
+    with suppress(TuneError), target.open(timeout=_LOOK) as store:
+        return similar_name(experiment, experiment_names(store))
+    return ""
+
+
+def similar_name(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'slow'?` if a known name may be what was meant; names of one series are not similar."""
+    return did_you_mean(name, (each for each in known if _letters(each) != _letters(name)), _SIMILAR)
+
+
+def _letters(name: str) -> str:
+    return _COUNTED.sub("", name)

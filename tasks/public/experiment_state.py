@@ -19,14 +19,13 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.parameters.form_schema import TargetLike
-from prefect_tune.prefect_api.task_runs.public_task import public_task
+from prefect_tune.parameters.forms import TargetLike
+from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import RETRYING, RETRYING_REFUSALS, run_log
-from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments
-from prefect_tune.tasks.public.attempts import opening_events, trying_again, write
+from prefect_tune.tasks.public.arguments import End, ExperimentArguments, SyncArguments, similar_experiment
 from prefect_tune.tasks.public.ownership import own
 from prefect_tune.tasks.public.results import ExperimentState, experiment_state
-from prefect_tune.tasks.public.similar_names import similar_experiment
+from prefect_tune.tasks.public.trials import opening_events, trying_again, write
 
 __all__ = ["restore_experiment_state", "sync_experiment_state"]
 

@@ -15,20 +15,23 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.earlier_owners import earlier_owners
-from prefect_tune.core.journal.journal import LoadedJournal, entries_beyond, load
+from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, entries_beyond, load
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.parameters.checks.resume_compatibility import require_goes_on
-from prefect_tune.parameters.checks.target_requirements import require_one_runner
+from prefect_tune.parameters.argument_checks import require_one_runner
+from prefect_tune.parameters.resume_compatibility import require_goes_on
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import Writer
-from prefect_tune.supervisor.run_identity import is_same_writer, new_write_id, this_writer
-from prefect_tune.tasks.existing_experiment import read_undamaged
-from prefect_tune.tasks.experiment_state import Opening, append_entry, check_target, open_journal
-from prefect_tune.tasks.on_target import on_target
+from prefect_tune.supervisor.journal_writer import Writer, is_same_writer, new_write_id, this_writer
+from prefect_tune.tasks.experiment_state import (
+    Opening,
+    append_entry,
+    check_target,
+    on_target,
+    open_journal,
+    read_undamaged,
+)
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
 

@@ -3,41 +3,117 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal, assert_never
+from typing import Literal, TypeVar, assert_never
 
-from prefect_tune.blocks import SyncConfig
+from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.errors import SaveOvertaken, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
-from prefect_tune.core.models import first_line
-from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
-from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import require_same_training
-from prefect_tune.parameters.checks.search_limits import require_possible
-from prefect_tune.parameters.form_schema import ConfigLike, StopLike, TargetLike, TrainableLike
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
+from prefect_tune.core.models import Stamp, first_line
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
+from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
+from prefect_tune.parameters.import_check import require_importable
+from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.search_limits import require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.prefect_api.task_runs.public_task import public_task
+from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.journal_writer import JournalWriter, new_write_id
+from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
+from prefect_tune.tasks.checkpoints import delete_checkpoint
+from prefect_tune.tasks.commit_worker import delete_retired, find_doomed
 from prefect_tune.tasks.public.arguments import TrialArguments
-from prefect_tune.tasks.public.attempts import trying_again, write
-from prefect_tune.tasks.public.ownership import own, writer_of_trial
+from prefect_tune.tasks.public.ownership import append_beside_others, own, writer_of_trial
 from prefect_tune.tasks.public.results import TrialState, trial_state
-from prefect_tune.tasks.trial_attempt import has_had_enough, run_attempt
+from prefect_tune.tasks.trial_attempt import has_had_enough, next_start, run_attempt
 
-__all__ = ["run_trial"]
+__all__ = [
+    "begin_attempt",
+    "opening_events",
+    "restarted",
+    "run_trial",
+    "trying_again",
+    "write",
+]
+
+
+# Begin an attempt of a trial in a flow of one's own, and the events of its reports and of its end.
+
+_TRIES = 16
+_Result = TypeVar("_Result")
+
+
+def trying_again(act: Callable[[], _Result]) -> _Result:
+    """Return `act()`, repeated while other tasks of this flow run change the trial meanwhile.
+
+    Raises:
+        StoreUnavailable: they did so 16 times.
+    """
+    for _ in range(_TRIES):
+        try:
+            return act()
+        except SaveOvertaken as overtaken:
+            last = overtaken
+    raise StoreUnavailable(f"{last}; tried {_TRIES} times: save one trial from one task at a time") from last
+
+
+def write(
+    target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event], stamp: Stamp | None = None
+) -> Experiment:
+    """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
+
+    def require_same(now: Experiment) -> None:
+        if now.trials.get(trial) != known.trials.get(trial):
+            raise SaveOvertaken(f"{now.key}: another task has changed trial {trial!r} meanwhile")
+
+    return append_beside_others(target, known, events, stamp or new_write_id(), require_same)
+
+
+def begin_attempt(target: StorageTarget, state: Experiment, folder: TrialKey, step: int, log: Log) -> Experiment:
+    """Return the experiment with `folder`'s trial running, before it reports `step`; begin an attempt if need be.
+
+    A new attempt also deletes the bytes of checkpoints that earlier ones retired.
+    """
+    events = opening_events(state.trials.get(folder.trial), folder.trial, step)
+    if not events:
+        return state
+    state = write(target, state, folder.trial, events)
+    if doomed := find_doomed(target, folder, state, log):
+        delete_retired(lambda: delete_checkpoint.fn(target, folder, state.trial(folder.trial), doomed), log)
+    return state
+
+
+def opening_events(
+    trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
+) -> Sequence[Event]:
+    """Return the events after which the trial runs and may report `step`; none if it may already."""
+    if trial is None:
+        return [TrialAdded(trial=name, config=config or {}), Started(trial=name, attempt=1, from_step=0)]
+    started = next_start(trial)
+    if trial.phase is Phase.RUNNING:
+        why = f"step {step} is trained again, after step {started.from_step}"
+        return [] if step >= trial.step else restarted(trial, why)
+    if trial.phase in ENDED:
+        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
+    return [started]
+
+
+def restarted(trial: Trial, why: str) -> Sequence[Event]:
+    """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial)]
 
 
 @public_task(name="run-trial", task_run_name="train {trial}", **RETRYING_REFUSALS)

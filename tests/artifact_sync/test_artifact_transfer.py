@@ -20,7 +20,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, delete_everything, receive_artifacts, send_artifacts
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.artifacts import FILES, REMOTE, Bucket, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.servers.s3_sink import S3Sink

@@ -17,7 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import Adopted, Event, S
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal
 from tests.fakes.artifacts import REMOTE, Bucket, BucketTarget, Raced, fetched

@@ -20,7 +20,7 @@ from prefect_tune.blocks import (
     StorageTarget,
     SyncConfig,
 )
-from prefect_tune.blocks.strict_block import StrictBlock
+from prefect_tune.blocks.storage_target import StrictBlock
 from prefect_tune.core.errors import InvalidInput
 
 SECRET = "never-shown-to-anybody"

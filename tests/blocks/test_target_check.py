@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from prefect_tune.blocks.error_diagnosis import diagnosis
-from prefect_tune.blocks.target_check import TargetCheck, check_target
+from prefect_tune.blocks.target_check import TargetCheck, check_target, diagnosis
 from prefect_tune.core.errors import (
     AlreadyExists,
     CommitUnknown,

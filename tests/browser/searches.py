@@ -11,8 +11,7 @@ from typing import Any
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal.trial_journal import trial_today
+from prefect_tune.core.journal.journal import load, trial_today
 
 STEPS = 300
 SAVED_EVERY = 25

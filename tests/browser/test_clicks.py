@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
-from prefect_tune.parameters.grouped_flow import flattened
+from prefect_tune.parameters.forms import flattened
 from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Form, Ui
 from tests.browser.searches import LINGERS_AT, SAVED_EVERY, STEPS, Search, until

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_tune.deploy.apply_automations import install_automations, uninstall_automations
+from prefect_tune.deploy.automations import install_automations, uninstall_automations
 from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Ui
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_tune.cli.shared.app import COMMANDS
+from prefect_tune.cli.app import COMMANDS
 from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.cli.shared.app import COMMANDS
+from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
@@ -28,7 +28,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.command_line import Run
 from tests.fakes.untrusted import HOSTILE, require_visible

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from typing import Literal, TypeVar
 
 from prefect_tune.core.checkpoints import commit as committing
+from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About, Manifest
-from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
@@ -32,8 +32,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations import checkpoint_gc as collecting
-from prefect_tune.core.recovery.adopt_saves import adopt
-from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest
+from prefect_tune.core.recovery import adopt, checkpoints_with, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.stores.memory_files import MemoryFiles, restored

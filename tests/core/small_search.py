@@ -30,8 +30,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.clone import clear
-from prefect_tune.core.recovery.adopt_saves import adopt
-from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery import adopt, read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

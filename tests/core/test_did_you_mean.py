@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.did_you_mean import did_you_mean, did_you_mean_or_has
+from prefect_tune.core.texts import did_you_mean, did_you_mean_or_has
 
 KNOWN = ("cpu", "gpu", "OptunaSearch")
 

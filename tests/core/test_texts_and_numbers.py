@@ -12,19 +12,18 @@ import pytest
 
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.experiment.trial_stoppers import MaxTime, as_stopper
+from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.journal_events.question_fields import answer_to, valid_fields
-from prefect_tune.core.journal_events.trial_events import AttemptEnded
+from prefect_tune.core.journal_events.trial_events import AttemptEnded, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
+from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.models import StepReport, canonical_json
-from prefect_tune.core.numbers import is_finite, is_number, shown
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.space import valid_space
 from prefect_tune.core.texts import readable
-from prefect_tune.reporting.curve_sampling import numbers_in
+from prefect_tune.reporting.history import numbers_in
 
 HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
 HUGE = 10**400  # too large for a float

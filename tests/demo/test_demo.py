@@ -19,7 +19,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.demo.model import Digits
 from prefect_tune.demo.run_demo import Demo, Findings, Track
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix.posix_store import open_folder
+from prefect_tune.stores.posix_store import open_folder
 from tests.flows.driver import until
 
 HELD = Findings(

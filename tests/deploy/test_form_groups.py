@@ -11,15 +11,13 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 import prefect_tune as pt
-from prefect_tune.flows import deployed_durable_trainable, deployed_resume, deployed_tune
-from prefect_tune.parameters.form_schema import form_of
-from prefect_tune.parameters.grouped_flow import ADVANCED, OPTIONS, GroupedFlow, flattened
+from prefect_tune.flows import deployed
+from prefect_tune.parameters.forms import ADVANCED, OPTIONS, GroupedFlow, flattened, form_of
 
 FLOWS: Mapping[str, GroupedFlow[..., Any]] = {
-    each.name: each
-    for each in (deployed_durable_trainable.durable_trainable, deployed_resume.resume, deployed_tune.tune)
+    each.name: each for each in (deployed.durable_trainable, deployed.resume, deployed.tune)
 }
-TUNE = deployed_tune.tune
+TUNE = deployed.tune
 FORM = form_of(TUNE)
 NEEDED = {"trainable": "my_project.train:Net", "target": "s3://bucket/runs"}
 

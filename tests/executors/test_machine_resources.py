@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.executors.machine_resources import cpu_count_here, gpus_in, machine_here
+from prefect_tune.executors.trial_slots import cpu_count_here, gpus_in, machine_here
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.executors import live_status_reader, remote_executor
+from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
-from prefect_tune.stores.posix.posix_store import PosixStore
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
@@ -237,7 +237,7 @@ def test_the_newest_reports_of_attempts_are_read_side_by_side_and_delay_no_entry
         row = RunningTrial(trial=str(key.trial), attempt=1, report=StepReport(step=7, metrics={}), reported_at="now")
         return LiveStatus(epoch=1, owner=None, number=1, at="now", period_seconds=5, trials=(row,))
 
-    monkeypatch.setattr(live_status_reader, "newest_live_status", newest)
+    monkeypatch.setattr(remote_executor, "newest_live_status", newest)
     for trial in trials:
         executor.start(plan_at(target, trial), AttemptRequest(), 1, 0)
         FarAttempt(target, trial).starts()

@@ -11,7 +11,7 @@ from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
-from prefect_tune.stores.locations.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, read_uri
 
 KEY = CheckpointKey(trial=TrialKey(experiment="digits", trial="best"), step=40, sequence=12)
 FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b"{}", "empty.txt": b""}

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from prefect_tune.core.journal_events.experiment_events import Event, TrialEvent
 from prefect_tune.core.notifications.prefect_events import NOT_EMITTED, ExperimentEvent
-from prefect_tune.monitoring.event_builder import URGENT
+from prefect_tune.monitoring.event_emitter import URGENT
 
 KINDS = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}
 TYPES = {name: kind.model_fields["type"].default for name, kind in KINDS.items()}

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never
+from prefect_tune.core.experiment.stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
 from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log

@@ -17,7 +17,7 @@ from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import Described, Owner
 from prefect_tune.core.models import Stamp
-from prefect_tune.stores.posix.posix_store import make_root
+from prefect_tune.stores.posix_store import make_root
 
 TRAIN = "tests.trainables.moody:train"
 _STAMPS = (Stamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())

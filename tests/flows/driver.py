@@ -187,7 +187,7 @@ def _drive(
 
 def _counted_writes(dies_at: Write | None) -> Iterator[int]:
     """Count the files that this process writes to local targets; die before or after one of them."""
-    from prefect_tune.stores.posix.posix_store import PosixStore
+    from prefect_tune.stores.posix_store import PosixStore
 
     writes, dying = itertools.count(1), dies_at or Write(number=0, is_done=False)
 

@@ -13,8 +13,8 @@ for _name in (
     "prefect.logging.handlers",
     "prefect_tune.flows.durable_trainable",
     "prefect_tune.flows.tune",
-    "prefect_tune.stores.object_store.obstore_store",
-    "prefect_tune.stores.posix.posix_store",
+    "prefect_tune.stores.obstore_store",
+    "prefect_tune.stores.posix_store",
     "tests.trainables.numpy_mlp",
 ):
     importlib.import_module(_name)

@@ -20,14 +20,13 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.checks.search_limits import SearchLimits
-from prefect_tune.supervisor.journal_writer import JournalWriter, Writer
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter, Writer, current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.stopping.stop_handling import Outside
+from prefect_tune.tuner.stopping import Outside
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 

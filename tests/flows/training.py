@@ -15,12 +15,11 @@ from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.journal_events.experiment_events import Opened, Owner, Reported
-from prefect_tune.core.journal_events.journal_entry import Entry
-from prefect_tune.core.recovery.restore import read_manifest, restore
+from prefect_tune.core.journal_events.experiment_events import Entry, Opened, Owner, Reported
+from prefect_tune.core.recovery import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
 TRIAL = "trial"

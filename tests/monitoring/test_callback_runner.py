@@ -26,7 +26,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
 

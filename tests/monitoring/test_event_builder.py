@@ -12,8 +12,7 @@ import pytest
 
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.experiment.stoppers import MaxSteps, TimeBudget, TrialBudget
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -40,9 +39,8 @@ from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.event_builder import EventBuilder, EventContext, budgets_of
-from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
-from prefect_tune.prefect_api.asset_events import PrefectEvent, asset_of
+from prefect_tune.monitoring.event_emitter import EventBuilder, EventContext, EventEmitter, budgets_of, emitting_events
+from prefect_tune.prefect_api.artifacts import PrefectEvent, asset_of
 from prefect_tune.supervisor.search_link import StepReported
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")

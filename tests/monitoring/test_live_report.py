@@ -31,8 +31,8 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring import artifact_publisher, live_report
-from prefect_tune.monitoring.artifact_publisher import (
+from prefect_tune.monitoring import live_report
+from prefect_tune.monitoring.live_report import (
     ArtifactContent,
     ArtifactPublisher,
     EarlierArtifacts,
@@ -57,9 +57,9 @@ OFTEN = timedelta(seconds=0.05)
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refresh the artifacts without pauses."""
-    monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
+    monkeypatch.setattr(live_report, "_FIRST", timedelta(0))
     monkeypatch.setattr(live_report, "REFRESH_PERIOD", OFTEN)
-    monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
+    monkeypatch.setattr(live_report, "_SHARE", 1)
 
 
 def artifacts(key: str) -> Sequence[Artifact]:

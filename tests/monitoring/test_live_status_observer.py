@@ -27,8 +27,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
-from prefect_tune.supervisor import live_status_publisher
+from prefect_tune.monitoring import live_status
+from prefect_tune.monitoring.live_status import LiveStatusObserver
 from prefect_tune.supervisor.search_link import StepReported
 
 AT = "2026-11-23T01:00:00+00:00"
@@ -133,7 +133,7 @@ def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observ
 def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
     error: TuneError, observed: ObservedExperiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_status_publisher, "_FIRST", timedelta(0))
+    monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
     written = Path(observed.target.path, "e", "live")
 
     def searches() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.resume_mode import Resuming, resuming
+from prefect_tune.parameters.search_plan import Resuming, resuming
 
 
 @pytest.mark.parametrize(

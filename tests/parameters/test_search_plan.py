@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.shared.search_options import _OPTIONS, RUN
+from prefect_tune.cli.search_options import _OPTIONS, RUN
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.checks.argument_checks import storable_config, valid_trainable
-from prefect_tune.parameters.checks.search_limits import warn_of_constants
+from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
+from prefect_tune.parameters.search_limits import warn_of_constants
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_tune.core.experiment.trial_status import Status
+from prefect_tune.core.experiment.trial import Status
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -25,17 +25,16 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.reporting.charts.axes import Frame, fitted
-from prefect_tune.reporting.charts.svg import BLUE, GREY, ORANGE
-from prefect_tune.reporting.charts.timeline_charts import timeline
-from prefect_tune.reporting.charts.trial_charts import (
+from prefect_tune.reporting.facts import DRAWN, ReportInput
+from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, Frame, fitted
+from prefect_tune.reporting.timeline_charts import timeline
+from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
     _axes,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.reporting.report_input import DRAWN, ReportInput
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 Chart = Callable[[ReportInput], str | None]

@@ -23,12 +23,10 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.reporting.facts import facts_of
+from prefect_tune.reporting.facts import ReportInput, facts_of
 from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
-from prefect_tune.reporting.render_html import as_html
-from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_input import ReportInput
+from prefect_tune.reporting.render import as_html, as_markdown
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
 

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.results.results import why_none
+from prefect_tune.results import why_none
 from tests.fakes.searches.experiments import after, write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))

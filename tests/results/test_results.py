@@ -9,13 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import results as results_module
 from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
-from prefect_tune.core.experiment.ranking import Scope
 from prefect_tune.core.experiment.retention import retired
-from prefect_tune.core.experiment.summary import best_of, objective_in
-from prefect_tune.core.experiment.trial_status import Status
+from prefect_tune.core.experiment.summary import Scope, best_of, objective_in
+from prefect_tune.core.experiment.trial import Status
 from prefect_tune.core.models import StepReport
-from prefect_tune.results import results as results_module
 from prefect_tune.tasks.publish_results import publish_results
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses

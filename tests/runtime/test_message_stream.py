@@ -14,8 +14,7 @@ import pytest
 
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, TrialEnded, from_trial
 from prefect_tune.core.models import StepReport
-from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
-from prefect_tune.runtime.supervisor_connection import SupervisorConnection
+from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader, SupervisorConnection
 
 _NOW = timedelta(0)
 _SOON = timedelta(seconds=0.05)

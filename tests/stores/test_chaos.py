@@ -22,12 +22,11 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.storage.conditional_create import create_or_recognize
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.stores.arrow.arrow_store import ArrowStore
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+from prefect_tune.stores import obstore_store
+from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.object_store import obstore_store
+from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.servers.chaos_s3 import PASSING, REFUSALS, ChaosS3
 from tests.fakes.servers.s3_sink import Fault, SinkRequest
 from tests.fakes.stores.object_stores import object_store, until

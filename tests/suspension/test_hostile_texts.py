@@ -12,20 +12,19 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
-from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_map import TrialMap
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events.event_fields import QuarantinedCheckpoint
 from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Questioned
+from prefect_tune.core.journal_events.trial_events import QuarantinedCheckpoint
 from prefect_tune.core.notifications.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
+from prefect_tune.maintenance.runner import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
 from prefect_tune.suspension import suspend_loop
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
-from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.suspension.suspend_loop import asked_in_terminal
 from prefect_tune.tasks import attempt_states
 from prefect_tune.tasks import attempt_supervisor as outcomes
-from prefect_tune.tuner import failed_search_error, run_training
+from prefect_tune.tuner import run_search, run_training
 from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.tasks.trial_attempt")
@@ -103,7 +102,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, status=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b")
-    said = failed_search_error._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
+    said = run_search._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 

@@ -43,8 +43,7 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.journal_writer import JournalWriter, new_write_id
 from prefect_tune.supervisor.search_link import SearchLink
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Done, Yielded

@@ -24,24 +24,20 @@ from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     Committed,
+    Entry,
     Event,
     Finished,
     Owner,
     Reported,
     TrialAdded,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, StepReport
-from prefect_tune.core.operations.quarantine import quarantine
-from prefect_tune.core.operations.scrub import read_one
+from prefect_tune.core.operations.scrub import quarantine, read_one
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.stores.posix_store import PosixStore, make_root
+from prefect_tune.supervisor.journal_writer import JournalWriter, new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks import commit_entry
-from prefect_tune.tasks import commit_worker as commit_worker_module
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
@@ -200,7 +196,7 @@ def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> I
         last_words()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_worker, "_end_all_the_same", after)
+        patch.setattr(module, "_end_all_the_same", after)
         yield
 
 
@@ -385,7 +381,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(commit_entry, "leftover", refuse)
+    monkeypatch.setattr(module, "leftover", refuse)
     commit_worker = harness.attempt()
     harness.save(commit_worker, 1)
     commit_worker.end(ended(Cause.MACHINE, "away"))
@@ -477,7 +473,7 @@ def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
     days: int,
     lines: Sequence[str],
 ) -> None:
-    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(days=days))
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=days))
     caplog.set_level("INFO", logger="ledger")
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
@@ -491,13 +487,13 @@ def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
 def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(days=1))
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=1))
     caplog.set_level("INFO", logger="ledger")
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
     until(lambda: harness.committed == [1, 2, 3])
-    monkeypatch.setattr(commit_worker_module, "_LOG_PERIOD", timedelta(0))
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(0))
     harness.save(commit_worker, 4)
     commit_worker.end(ended(Cause.MACHINE, "away"))
     commit_worker.close()

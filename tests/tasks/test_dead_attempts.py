@@ -26,8 +26,8 @@ from prefect.types import DateTime
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
-from prefect_tune.prefect_api.task_runs import dead_task_runs
-from prefect_tune.tasks.dead_attempts import attempts_of, settle_dead_attempts
+from prefect_tune.prefect_api import task_runs
+from prefect_tune.tasks.experiment_state import attempts_of, settle_dead_attempts
 from prefect_tune.tasks.trial_attempt import run_trial
 from tests.flows.driver import until
 
@@ -123,7 +123,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
         looked.set()
         died.wait(60)
 
-    monkeypatch.setattr(dead_task_runs, "time", SimpleNamespace(sleep=look_again_when_it_died))
+    monkeypatch.setattr(task_runs, "time", SimpleNamespace(sleep=look_again_when_it_died))
     settle_dead_attempts(left_by(alive), NEXT)
     assert looked.wait(60)
     assert set(states_of(client, alive).values()) == {"Running"}

@@ -17,7 +17,7 @@ from prefect_tune.terminal.formatting import (
     plain_cells,
     print_parts,
 )
-from prefect_tune.terminal.trials_table import trials_table
+from prefect_tune.terminal.progress_view import trials_table
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
 FRAME = 'File "/home/me/train.py", line 9, in train'

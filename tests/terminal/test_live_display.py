@@ -20,9 +20,8 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from prefect_tune.terminal import output_capture
-from prefect_tune.terminal.live_display import LiveDisplay, can_show, end_display, live_display
-from prefect_tune.terminal.output_capture import OutputCapture
+from prefect_tune.terminal import live_display as module
+from prefect_tune.terminal.live_display import LiveDisplay, OutputCapture, can_show, end_display, live_display
 
 
 class Terminal:
@@ -256,7 +255,7 @@ def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Termin
 
 
 def test_lines_that_are_dropped_are_said_to_be_missing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_capture, "_MOST_CHUNKS", 4)
+    monkeypatch.setattr(module, "_MOST_CHUNKS", 4)
     capture = OutputCapture(terminal.stream)
     for number in range(9):
         capture.write(f"{number}\n")

@@ -13,9 +13,8 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.progress_state import Note, ProgressState
-from prefect_tune.terminal.progress_view import frame, line
+from prefect_tune.terminal.progress_view import cells_of, frame, line
 from prefect_tune.terminal.time_left import SearchEstimate
-from prefect_tune.terminal.trials_table import cells_of
 from tests.fakes.searches.journal_builder import all_statuses
 
 LOSS = Objective(metrics=("loss",), modes=("min",))

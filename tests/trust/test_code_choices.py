@@ -10,7 +10,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
-from prefect_tune.trust.code_choices import DATA_ONLY, code_choices, examined_settings
+from prefect_tune.trust import DATA_ONLY, code_choices, examined_settings
 
 
 def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[tuple[str, str | None]]:

@@ -13,7 +13,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.tuner.exploration_check import ExplorationCheck
+from prefect_tune.tuner.search_checks import ExplorationCheck
 
 SAID = "trial b has exploited trial a, with another value of lr, and reports the same loss as that trial"
 CURVE = {6: 0.5, 7: 0.4, 8: 0.3}

@@ -22,7 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.supervisor.search_link import StepReported
-from prefect_tune.tuner.metric_check import MetricCheck
+from prefect_tune.tuner.search_checks import MetricCheck
 
 LOG = logging.getLogger("a flow run")
 T = "00000"

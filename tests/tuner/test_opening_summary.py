@@ -7,7 +7,7 @@ import pytest
 from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.tuner.opening_summary import log_finished, warn_of_takeover
+from prefect_tune.tuner.run_search import log_finished, warn_of_takeover
 from tests.core.histories import opened, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.trial_processes import LogRecorder, log_to

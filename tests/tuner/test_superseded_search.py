@@ -17,12 +17,11 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tuner.driver import TrialJournalMerger
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 from tests.fakes.searches.pending_entries import random_policy
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 

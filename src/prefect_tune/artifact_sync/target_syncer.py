@@ -25,7 +25,7 @@ from prefect_tune.stores.local.artifact_transfer import (
     receive_artifacts,
     send_artifacts,
 )
-from prefect_tune.stores.locations.open_location import read_uri
+from prefect_tune.stores.open_location import read_uri
 
 _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0

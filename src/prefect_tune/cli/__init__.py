@@ -1,4 +1,4 @@
-"""The command line `prefect-tune`: each command is in the module of its name, in the folder of its panel.
+"""The command line `prefect-tune`: the commands of each panel of the help are in the module of its name.
 
 A command imports heavy modules when it runs, so that `--help` does not wait for them.
 """
@@ -23,16 +23,15 @@ def main() -> None:
     application()
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    from prefect_tune.cli.shared.app import run_app
+    from prefect_tune.cli.app import run_app
 
     run_app()
 
 
 def application() -> typer.Typer:
     """Import all commands, which add themselves to the application, and return it."""
-    from prefect_tune.cli.shared.app import COMMANDS, app
+    from prefect_tune.cli.app import COMMANDS, app
 
-    for panel, names in COMMANDS.items():
-        for name in names:
-            import_module(f"{__name__}.{panel}.{name}")
+    for panel in COMMANDS:
+        import_module(f"{__name__}.{panel}")
     return app

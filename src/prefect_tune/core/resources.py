@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.numbers import is_number, shown
+from prefect_tune.core.metrics import is_number, shown
+from prefect_tune.core.texts import did_you_mean
 
 __all__ = ["Machine", "Resources", "resources_of", "slots_on"]
 

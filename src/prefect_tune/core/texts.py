@@ -1,4 +1,4 @@
-"""Sanitize text from outside, such as an exception's message.
+"""Text from outside: sanitize it, suggest the nearest known name, and refuse functions with other arguments.
 
 `readable` is for what is stored: JSON, the journal, Prefect's database. `visible` is for what is shown: each terminal,
 page, notebook, artifact, log line and error message passes text of a target through it.
@@ -6,9 +6,22 @@ page, notebook, artifact, log line and error message passes text of a target thr
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
-__all__ = ["is_unicode", "readable", "visible", "visible_line"]
+__all__ = [
+    "did_you_mean",
+    "did_you_mean_or_has",
+    "is_unicode",
+    "nearest",
+    "other_signature",
+    "readable",
+    "visible",
+    "visible_line",
+]
+
 
 _LONGEST = 100_000
 _HALF = _LONGEST // 2 - 50
@@ -49,3 +62,53 @@ def readable(text: str) -> str:
     escaped = text if is_unicode(text) else text.encode(errors="backslashreplace").decode()
     escaped = escaped.replace("\0", "\\x00")
     return escaped if len(escaped) <= _LONGEST else readable(escaped)
+
+
+# Suggest the nearest known name for an unknown one, at the end of an error message.
+
+_SIMILAR = 0.5
+"""The least similarity of a suggestion: that of `num_gpus` to `gpu`."""
+
+
+def nearest(given: str, known: Iterable[str], least: float = _SIMILAR) -> str | None:
+    """Return the known name most similar to `given`, ignoring case; None if none is similar, or `given` is known.
+
+    Args:
+        least: the least similarity, from 0 to 1.
+    """
+    by_small = {each.casefold(): each for each in known}
+    near = get_close_matches(given.casefold(), by_small, n=1, cutoff=least)
+    return by_small[near[0]] if near and by_small[near[0]] != given else None
+
+
+def did_you_mean(given: str, known: Iterable[str], least: float = _SIMILAR) -> str:
+    """Return `; did you mean 'name'?`, or an empty text where no known name is as similar as `least`."""
+    near = nearest(given, known, least)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def did_you_mean_or_has(given: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'name'?`, or, where no known name is similar, `it has` and all known names."""
+    there = list(known)
+    near = nearest(given, there)
+    return f"did you mean {near!r}?" if near else f"it has {', '.join(there) or 'nothing'}"
+
+
+# Check before a function of the user is called that it takes the arguments of the call.
+
+
+def other_signature(function: Callable[..., object], argument_count: int) -> str:
+    """Return the name and parameters of a function that does not take this many positional arguments.
+
+    Empty if it takes them, or if that is not known, as of some functions in C. A wrapper is judged by its own
+    parameters, whatever it calls.
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*range(argument_count))
+    except TypeError:
+        return f"{getattr(function, '__qualname__', function)}{signature}"
+    return ""

@@ -32,7 +32,7 @@ from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailabl
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events.experiment_events import Started
 from prefect_tune.core.models import shown_size
-from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from prefect_tune.stores.local.download import fetch_committed

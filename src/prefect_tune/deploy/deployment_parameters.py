@@ -14,21 +14,20 @@ from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
 from prefect_tune.blocks.resolve_target import validate_target
-from prefect_tune.blocks.strict_block import unknown_field
-from prefect_tune.core.did_you_mean import did_you_mean_or_has
+from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.parameters.checks.argument_checks import import_string, stopper_for
+from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.parameters.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
-from prefect_tune.parameters.resume_mode import resuming
-from prefect_tune.parameters.samples_per_run import require_one_count
-from prefect_tune.parameters.search_plan import valid_bound
-from prefect_tune.stores.locations.local_folder import BLOCK_SLUG
-from prefect_tune.trust.require_trusted import trusted_here
+from prefect_tune.parameters.search_limits import require_one_count
+from prefect_tune.parameters.search_plan import resuming, valid_bound
+from prefect_tune.stores.open_location import BLOCK_SLUG
+from prefect_tune.trust import trusted_here
 from prefect_tune.tuner.run_search import begun
 from prefect_tune.tuner.warm_start import source_names
 

@@ -20,7 +20,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect_tune.core.errors import TuneError
 from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs.task_runner import max_workers_of
+from prefect_tune.prefect_api.task_runs import max_workers_of
 from prefect_tune.supervisor.processes.process_channel import AS_IT_IS
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool

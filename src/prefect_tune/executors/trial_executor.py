@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State
 
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
-from prefect_tune.prefect_api.task_runs.short_task_run import run_to_state
+from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage

@@ -15,14 +15,13 @@ from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
 from prefect_tune.core.models import plural, valid_name
 from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.recovery.stale_reads import is_deletion
-from prefect_tune.core.storage.experiment_listing import no_experiment
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.recovery import is_deletion
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, no_experiment
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
-from prefect_tune.tasks.on_target import on_target
-from prefect_tune.terminal.data_age import freshness_of
+from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
+from prefect_tune.tasks.experiment_state import on_target
+from prefect_tune.terminal.formatting import freshness_of
 
 __all__ = ["ExperimentContents", "contents_of", "delete_experiment"]
 

@@ -17,7 +17,6 @@ from prefect.logging import get_logger
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -25,13 +24,13 @@ from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Committed,
+    Entry,
     Event,
     Finished,
     GaveUp,
     Reported,
     Started,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.notifications.callback_delivery import (
     CallbackState,
@@ -40,12 +39,13 @@ from prefect_tune.core.notifications.callback_delivery import (
     keep_state,
     newest_state,
 )
+from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import StepReported
 
 _TIMEOUT = timedelta(minutes=5)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
-from uuid import UUID
+from typing import Literal, TypeAlias
+from uuid import UUID, uuid5
 
 from prefect.events import emit_event
 from prefect.runtime import flow_run
@@ -24,13 +24,222 @@ from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event
-from prefect_tune.monitoring.event_builder import End, EventBuilder, EventContext
+from prefect_tune.core.experiment.stoppers import Stopper, TimeBudget, TrialBudget, of_experiment
+from prefect_tune.core.experiment.summary import counted
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Cloned,
+    Committed,
+    Event,
+    ExternallyQuarantined,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Questioned,
+    Reported,
+    Started,
+    TrialEvent,
+    events_in,
+)
+from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
+from prefect_tune.core.notifications.prefect_events import (
+    BestImproved,
+    BestSoFar,
+    ExperimentEnded,
+    ExperimentEvent,
+    ExperimentStarted,
+    emitted_in,
+    event_name,
+    labels_of,
+    payload_of,
+)
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.prefect_api.asset_events import PrefectEvent
+from prefect_tune.prefect_api.artifacts import PrefectEvent
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import LatestReport, StepReported
+
+# Build Prefect events from changes of an experiment, with a rate limit on the events of trials.
+
+_AT_ONCE, _PER_SECOND = 100, 5
+_BEST_EVERY_SECONDS = 30.0
+_BEYOND_A_SYNC_SECONDS = 120.0
+URGENT = AttemptEnded | GaveUp | Quarantined | ExternallyQuarantined | Questioned
+"""Events of trials that are emitted even when the rate limit is reached."""
+End: TypeAlias = Literal["finished", "stopped", "superseded", "failed"]
+
+
+@dataclass(frozen=True)
+class EventContext:
+    """The experiment that events describe, with the settings that health checks need."""
+
+    place: ExperimentAddress
+    objective: Objective | None = None
+    budgets: Sequence[Budget] = ()
+    sync_period: timedelta = timedelta(minutes=5)
+    run: UUID | None = None
+    """The flow run. A run that is killed and retried emits an event of the same entry again with the same id."""
+
+    @property
+    def patience(self) -> HealthThresholds:
+        """The thresholds after which a health event is emitted."""
+        return HealthThresholds(for_the_journal=self.sync_period.total_seconds() + _BEYOND_A_SYNC_SECONDS)
+
+
+class EventBuilder:
+    """Returns the Prefect events of each change. Not thread-safe; `now` is in seconds of a monotonic clock.
+
+    Events of trials are limited to bursts of 100 and 5 a second on average; those beyond are counted and dropped.
+    `URGENT` ones and events of the experiment are never dropped.
+    """
+
+    def __init__(self, context: EventContext, experiment: Experiment, now: float) -> None:
+        self._context = context
+        self._place = context.place
+        self._best = BestSoFar(context.objective, experiment)
+        self._pending_best: tuple[BestImproved, Experiment] | None = None
+        self._best_emitted_at = now - _BEST_EVERY_SECONDS
+        self._lineage = Lineage(context.place)
+        self._allowance = Allowance(_AT_ONCE, _PER_SECOND)
+        self._dropped_count = 0
+        self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
+        self._ended = sum(each.phase in ENDED for each in experiment.trials.values())
+        self.health = HealthMonitor(now, context.budgets, context.patience)
+        """The health monitor; the emitter also passes reports to it directly."""
+        for each in experiment.trials.values():
+            if each.phase is Phase.RUNNING:  # the attempt has outlived its search
+                self.health.started(each.trial, each.step, now)
+
+    def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
+        """Return the event of the start of a run."""
+        yield self._named(ExperimentStarted(term=experiment.epoch, trials=counted(experiment)))
+
+    def events_of(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
+        """Return the Prefect events of a journal event, from the states before and after it."""
+        name = getattr(event, "trial", None)
+        was, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
+        if trial is not None:
+            self._count(was, trial)
+        for index, each in enumerate(emitted_in(event, was)):
+            if trial is not None:
+                self._track_health(each, trial, now)
+                self._compare(each, trial, after)
+            is_limited = isinstance(each, TrialEvent) and not isinstance(each, URGENT)
+            if not is_limited or self._allowance.take(_cost(each), now):
+                yield self._journaled(each, trial, self._id_of(event, index))
+                if trial is not None and isinstance(each, Committed | Cloned):
+                    yield from self._lineage.added(each, was, trial)
+            else:
+                self._dropped_count += 1
+        if trial is not None and any(isinstance(each, Reported) for each in events_in(event)):
+            self.health.journaled(trial.trial, trial.step)
+        yield from self._best_events(now)
+
+    def due_events(self, now: float) -> Iterator[PrefectEvent]:
+        """Return the health events that are due by now, and a new best model if it is due."""
+        for each in self.health.look(now, self._trained_seconds, self._ended):
+            yield self._named(each)
+        yield from self._best_events(now)
+
+    def end_events(self, end: End, experiment: Experiment, message: str = "") -> Iterator[PrefectEvent]:
+        """Return the last events: a best model that is not yet emitted, and how the run ended.
+
+        Args:
+            end: how the run ended.
+            experiment: its present state.
+            message: why the run ended early; empty if the experiment is finished.
+        """
+        yield from self._best_events(None)
+        trials, best = counted(experiment), self._best.trial
+        yield self._named(
+            ExperimentEnded(end=end, message=message, trials=trials, best=best, dropped=self._dropped_count)
+        )
+
+    def _count(self, before: Trial | None, after: Trial) -> None:
+        self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
+        self._ended += (after.phase in ENDED) - (before is not None and before.phase in ENDED)
+
+    def _track_health(self, event: Event, trial: Trial, now: float) -> None:
+        match event:
+            case Started():
+                self.health.started(trial.trial, trial.step, now)
+            case AttemptEnded() | GaveUp() | Finished() | Paused():
+                self.health.ended(trial.trial)
+            case Committed():
+                self.health.committed(trial.trial, now)
+            case _:
+                pass
+
+    def _compare(self, event: Event, trial: Trial, experiment: Experiment) -> None:
+        match event:
+            case Committed():
+                better = self._best.committed(trial)
+            case Finished():
+                better = self._best.ended(trial)
+            case _:
+                return
+        if better is not None:
+            self._pending_best = (better, experiment)
+
+    def _best_events(self, now: float | None) -> Iterator[PrefectEvent]:
+        """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
+        if self._pending_best is None or (now is not None and now - self._best_emitted_at < _BEST_EVERY_SECONDS):
+            return
+        better, experiment = self._pending_best
+        self._pending_best, self._best_emitted_at = None, self._best_emitted_at if now is None else now
+        yield self._named(better)
+        yield from self._lineage.best(better, experiment)
+
+    def _named(self, event: ExperimentEvent) -> PrefectEvent:
+        payload = self._payload(event, None)
+        trial = payload.get("trial")
+        related = [{**self._place.trial_resource(str(trial)), "prefect.resource.role": "trial"}] if trial else []
+        return PrefectEvent(event.name, {**self._place.resource, **labels_of(payload)}, related, payload)
+
+    def _journaled(self, event: Event, trial: Trial | None, identity: UUID | None) -> PrefectEvent:
+        payload = self._payload(event, trial)
+        if trial is None:
+            resource, related = self._place.resource, []
+        else:
+            asset = self._lineage.related(trial.trial) if isinstance(event, Committed) else []
+            resource, related = self._place.trial_resource(trial.trial), [self._place.related, *asset]
+        return PrefectEvent(event_name(type(event)), {**resource, **labels_of(payload)}, related, payload, identity)
+
+    def _payload(self, event: Event | ExperimentEvent, trial: Trial | None) -> dict[str, object]:
+        return {"target": self._place.target, "experiment": self._place.experiment, **payload_of(event, trial)}
+
+    def _id_of(self, event: Event, index: int) -> UUID | None:
+        """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
+        if self._context.run is None or not isinstance(event, Absorbed):
+            return None
+        return uuid5(self._context.run, f"{self._place.uri}/{event.trial}/{event.number}/{index}")
+
+
+def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | None) -> Sequence[Budget]:
+    """Return the budgets of training time, time and trials of a run.
+
+    Args:
+        stopper: the experiment's.
+        time: the time budget of the run; None: no budget.
+        trial_count: the number of trials that the search will propose; None if it is not known.
+    """
+    stoppers = of_experiment(stopper)
+    counts = [each.trials for each in stoppers if isinstance(each, TrialBudget)]
+    most = min([*counts, *([] if trial_count is None else [trial_count])], default=None)
+    found = [Budget("training-time", each.time.total_seconds()) for each in stoppers if isinstance(each, TimeBudget)]
+    found += [] if time is None else [Budget("time", time.total_seconds())]
+    return [*found, *([] if most is None else [Budget("trials", most)])]
+
+
+def _cost(event: Event) -> int:
+    """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
+    return 2 if isinstance(event, Committed | Cloned) else 1
+
 
 _MOST_WAITING = 10_000
 _CHECK_EVERY = timedelta(seconds=1)

@@ -18,7 +18,7 @@ from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here
-from prefect_tune.notebook.progress_html import progress_html
+from prefect_tune.notebook.html import progress_html
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal import progress_view

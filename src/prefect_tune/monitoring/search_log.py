@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.experiment.ranking import Losses, best_label, best_saved, losses_in
+from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
@@ -23,7 +23,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     events_in,
 )
 from prefect_tune.core.models import first_line, metric_in
-from prefect_tune.core.schedulers.common import shown
+from prefect_tune.core.schedulers.base import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.core.texts import visible
@@ -31,7 +31,7 @@ from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.formatting import format_value
-from prefect_tune.terminal.trials_table import config_cells
+from prefect_tune.terminal.progress_view import config_cells
 
 _METRICS = 3
 """Metrics in a line if the search compares trials by none."""

@@ -11,13 +11,12 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.learning_curves import Curves
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.monitoring.callback_runner import Callbacks
-from prefect_tune.monitoring.event_builder import EventContext
-from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
+from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
+from prefect_tune.monitoring.live_status import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from prefect_tune.core.html_tables import Html, cell_html, paragraph, soft
 from prefect_tune.core.models import first_line
-from prefect_tune.terminal.output_capture import console_handlers
+from prefect_tune.terminal.live_display import console_handlers
 
 _PERIOD = timedelta(seconds=1)
 _SHARE = 0.05

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.resources import Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
@@ -25,7 +27,7 @@ from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.checks.argument_checks import (
+from prefect_tune.parameters.argument_checks import (
     existing_limits,
     experiment_name,
     name_of,
@@ -34,11 +36,93 @@ from prefect_tune.parameters.checks.argument_checks import (
 )
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
-from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
-from prefect_tune.parameters.validated_parameters import ValidatedParameters
 from prefect_tune.runtime.load_named import import_path_of, load_named
 from prefect_tune.runtime.trainable import require_saves
 from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
+
+# `ValidatedParameters`: the base class of the parameters of a flow or task, which are parsed and validated at once.
+
+
+class ValidatedParameters(Value):
+    """Parsed and validated parameters; the fields have the names and defaults of the parameters.
+
+    Raises:
+        InvalidInput: a parameter is invalid; the message names it.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    def __init__(self, **parameters: Any) -> None:
+        invalid: Exception | None = None
+        try:
+            super().__init__(**parameters)
+        except ValidationError as error:
+            invalid = _first_cause(error)
+        if invalid is not None:
+            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
+
+
+def _first_cause(invalid: ValidationError) -> Exception:
+    """Return the error that a validator raised; else the first of pydantic's: of values it shows only numbers."""
+    first = invalid.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Exception):
+        return cause
+    return InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}{_found(first)}")
+
+
+def _found(error: ErrorDetails) -> str:
+    return f", found {found!r}" if isinstance(found := error["input"], int | float) else ""
+
+
+# The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials run again.
+
+Presence: TypeAlias = Literal["auto", "must", "never"]
+RerunErrored: TypeAlias = bool | Literal["only"]
+
+_PRESENCE: dict[str, Presence] = {"auto": "auto", "must": "must", "remote": "must", "local": "must", "never": "never"}
+_ERRORED: dict[str, RerunErrored] = {"errored": True, "errored_only": "only"}
+_REFUSED = {
+    "prompt": "a flow cannot ask: use 'auto', or 'must' or 'never' for an experiment that has to exist or must not",
+    "restart_errored": "a trial never starts from nothing again while it has a checkpoint; 'errored' resumes from it, "
+    "and pt.resume(..., fork='name', at=entry) starts from an earlier entry",
+}
+_REFUSED["restart_errored_only"] = _REFUSED["restart_errored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """The parsed `resume=` option."""
+
+    presence: Presence = "auto"
+    rerun_errored: RerunErrored = False
+    local: bool = False
+    """Whether the target has to be a folder of this machine."""
+
+
+def resuming(given: object) -> Resuming:
+    """Parse `resume=`: None, True, False, or Ray's words joined by a plus, in upper or lower case.
+
+    Raises:
+        InvalidInput: an unknown word, one that is not supported here, or words that contradict each other.
+    """
+    if given is None or isinstance(given, bool):
+        return Resuming("auto" if given is None else "must" if given else "never")
+    if not isinstance(given, str):
+        raise InvalidInput(f"resume: expected 'auto', 'must' or 'never', found {given!r}")
+    words = [word.strip() for word in given.lower().split("+")]
+    for word in words:
+        if word in _REFUSED:
+            raise InvalidInput(f"resume={given!r}: {_REFUSED[word]}")
+        if word not in _PRESENCE and word not in _ERRORED:
+            known = ", ".join(repr(each) for each in (*_PRESENCE, *_ERRORED))
+            raise InvalidInput(f"resume={given!r}: expected True, False, or one of {known}; such as 'auto+errored'")
+    presence = {_PRESENCE[word] for word in words if word in _PRESENCE} or {"must"}
+    if len(presence) > 1:
+        raise InvalidInput(f"resume={given!r}: says both {' and '.join(map(repr, sorted(presence)))}")
+    errored = [_ERRORED[word] for word in words if word in _ERRORED]
+    return Resuming(presence.pop(), errored[0] if errored else False, local="local" in words)
+
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 OF_THE_RUN = frozenset(

@@ -17,7 +17,7 @@ from typing import IO
 
 from rich.console import Console
 
-from prefect_tune.terminal.output_capture import console_handlers
+from prefect_tune.terminal.live_display import console_handlers
 
 
 def outlive_log_reader() -> None:

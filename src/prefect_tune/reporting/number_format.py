@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from prefect_tune.core.metrics import shown
 from prefect_tune.core.models import flat
-from prefect_tune.core.numbers import shown
 from prefect_tune.terminal.formatting import format_seconds
 
 _DIGITS = 4

@@ -7,21 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 
 from prefect_tune.core.experiment.summary import named
-from prefect_tune.core.experiment.trial import wasted_words
-from prefect_tune.core.experiment.trial_status import Status, status_label
+from prefect_tune.core.experiment.trial import Status, status_label, wasted_words
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
-from prefect_tune.reporting.charts.timeline_charts import timeline
-from prefect_tune.reporting.charts.trial_charts import (
+from prefect_tune.reporting.facts import Facts, Links, ReportInput, TrialFacts, facts_of
+from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
+from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.timeline_charts import timeline
+from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.reporting.elements import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
-from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
-from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.terminal.formatting import error_of, format_counts
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)

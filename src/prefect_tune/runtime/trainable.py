@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.function_calls import other_signature
 from prefect_tune.core.messages.process_messages import Question, TrialEnded
+from prefect_tune.core.texts import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.core.journal_events.question_fields import Scalar
+    from prefect_tune.core.journal_events.trial_events import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
 

@@ -21,7 +21,7 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
-from prefect_tune.prefect_api.flow_runs.suspension import ignoring_suspension, is_suspended
+from prefect_tune.prefect_api.flow_runs import ignoring_suspension, is_suspended
 from prefect_tune.storage_retries import retrying_until
 from prefect_tune.terminal.live_display import end_display
 

@@ -12,10 +12,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Event
 from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
 from prefect_tune.core.models import StepReport
+from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.run_identity import new_write_id
 
 Answer: TypeAlias = GoOn | Leave
 

@@ -21,20 +21,57 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
-from prefect_tune.core.journal_events.question_fields import answer_to
+from prefect_tune.core.journal_events.trial_events import Scalar, answer_to, default_of
 from prefect_tune.core.texts import visible
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.flow_runs.suspension import is_suspended
+from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
 from prefect_tune.supervisor.cancel_and_suspend import send_log
-from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
+from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.suspension.restart_guard import owner_after
-from prefect_tune.suspension.resume_forms import InputForm, form_of_question
-from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
-from prefect_tune.suspension.terminal_prompt import asked_in_terminal
-from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import read_experiment, restore_experiment_state
+from prefect_tune.suspension.resume_forms import (
+    HOW_TO_GO_ON,
+    InputForm,
+    Shown,
+    about,
+    can_be_suspended,
+    chosen_before,
+    form_of_question,
+    leave_with,
+    leave_without,
+    new_answers,
+    pause_with,
+)
+from prefect_tune.tasks.experiment_state import read_experiment, read_known, restore_experiment_state
+
+# Ask a trial's question in the terminal of the script that started the search.
+
+_YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false", "0"})
+
+
+def asked_in_terminal(question: Questioned) -> Mapping[str, Scalar]:
+    """Read the answer from the terminal, field by field; an empty line is the default."""
+    asked = visible(question.question)
+    print(f"\nTrial {question.trial} asks: {asked}", flush=True)  # noqa: T201 - a prompt
+    return {name: _field(name, field) for name, field in question.fields.items()}
+
+
+def _field(name: str, field: object) -> Scalar:
+    choices = f" ({', '.join(field)})" if isinstance(field, list | tuple) else ""
+    while True:
+        typed = input(visible(f"  {name}{choices} [{default_of(field)}]: ")).strip()
+        try:
+            return answer_to({name: field}, {name: _read(typed, default_of(field))} if typed else {})[name]
+        except (InvalidInput, ValueError) as bad:
+            print(f"  {visible(str(bad))}", flush=True)  # noqa: T201 - a prompt
+
+
+def _read(typed: str, default: Scalar) -> Scalar:
+    if isinstance(default, bool):
+        said = typed.lower()
+        return said in _YES if said in _YES | _NO else typed
+    return type(default)(typed) if isinstance(default, int | float) else typed
+
 
 STOPPED_HERE = "stopped, as chosen on Resume"
 _PATIENCE = timedelta(days=30)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import ranked
-from prefect_tune.core.experiment.trial_status import status_label
+from prefect_tune.core.experiment.summary import ranked
+from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,

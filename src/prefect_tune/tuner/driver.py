@@ -9,20 +9,29 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.core.errors import InvalidInput, ResumeFailed, TuneError
+from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
     Cause,
+    Decided,
+    Entry,
     Event,
     Finished,
+    Opened,
+    Paused,
     Requeued,
     Resumed,
     TrialAdded,
 )
-from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import (
     AttemptExited,
     Message,
@@ -31,18 +40,186 @@ from prefect_tune.executors.trial_executor import (
     have_ended,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.parameters.checks.search_limits import SearchLimits
-from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.tasks.experiment_state import Opening, on_target, open_journal
 from prefect_tune.tasks.trial_attempt import last_report
-from prefect_tune.tuner.decisions import Decisions
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, trial_id
-from prefect_tune.tuner.stopping.stop_handling import Outside, Stopping
-from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id
+from prefect_tune.tuner.stopping import Outside, Stopping
+
+# Decide about the reports of trials: journal each decision of the scheduler, then answer the trial.
+
+
+class Decisions:
+    """Asks the policy about each report at a milestone; the answer is sent once the decision is journaled."""
+
+    def __init__(
+        self,
+        policy: SearchPolicy,
+        executor: TrialExecutor,
+        pending_entry: PendingEntry,
+        failure_handler: FailureHandler,
+        *,
+        saves_at_end: bool,
+    ) -> None:
+        self._policy = policy
+        self._executor = executor
+        self._pending_entry = pending_entry
+        self._failure_handler = failure_handler
+        self._saves_at_end = saves_at_end
+
+    def answer(self, name: str, report: StepReport) -> None:
+        """Decide about the report of a trial that asks, and answer it."""
+        try:
+            answer = self._answer_to(name, self._decided(name, report))
+        except BadMetric as error:
+            if (leave := self._failure_handler.undecided(name, error)) is None:
+                return
+            answer = leave
+        self._send(name, answer, report.step)
+
+    def carry_out(self, name: str, decision: Decision, step: int) -> None:
+        """Answer a trial at `step` by a decision that is journaled."""
+        self._send(name, self._answer_to(name, decision), step)
+
+    def decide_what_is_open(self, name: str) -> None:
+        """Decide a milestone that was reported before the crash, without training it again."""
+        trial = self._pending_entry.state.trial(name)
+        milestone = self._policy.milestone(trial)
+        if milestone is None or trial.step < milestone or trial.exploits is not None:
+            return  # it has not reached it, or its weights are about to be replaced
+        if trial.phase is not Phase.PENDING or not is_saved(trial):
+            return
+        try:
+            answer = self._answer_to(name, self._decided(name, last_report(trial)))
+        except BadMetric as error:
+            self._failure_handler.undecided(name, error)
+            self._failure_handler.conclude_undecided(name)
+            return
+        if isinstance(answer, Leave) and answer.for_good:
+            self._pending_entry.put(Finished(trial=name, reason=answer.reason, left=True))
+        elif isinstance(answer, Leave):
+            self._pending_entry.put(Paused(trial=name, reason=answer.reason))
+
+    def _decided(self, name: str, report: StepReport) -> Decision:
+        """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
+        trial = self._pending_entry.state.trial(name)
+        standing = standing_decision(trial)
+        if standing is not None and standing.decision is not None:
+            return standing.decision
+        decision = self._policy.decide(trial, report)
+        self._pending_entry.put(Decided(trial=name, report=report, decision=decision))
+        return decision
+
+    def _answer_to(self, name: str, decision: Decision) -> GoOn | Leave:
+        match decision:
+            case Continue():
+                return self._go_on(name)
+            case Pause(reason=reason):
+                if self._policy.resume_next() == name:  # no other trial needs the slot
+                    self._pending_entry.put(Resumed(trial=name))
+                    return self._go_on(name)
+                return Leave(reason=reason, save=True, for_good=False)
+            case Stop(reason=why, early=early):
+                return Leave(reason=why, save=self._saves_at_end, for_good=True, end="pruned" if early else None)
+            case Exploit(reason=reason):
+                return Leave(reason=reason, save=False, for_good=False)
+            case never:
+                assert_never(never)
+
+    def _go_on(self, name: str) -> GoOn:
+        return GoOn(milestone=self._policy.milestone(self._pending_entry.state.trial(name)))
+
+    def _send(self, name: str, answer: GoOn | Leave, step: int) -> None:
+        self._pending_entry.then(lambda: self._executor.answer(name, answer, step))
+
+
+# Merge the entries of the trials' own journals into the experiment's journal.
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class TrialJournalMerger:
+    """Merges each entry of each trial's journal, once, in order; a single training has the experiment's only.
+
+    Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
+    """
+
+    def __init__(self, pending_entry: PendingEntry, policy: SearchPolicy, journal_writer: JournalWriter) -> None:
+        self._pending_entry = pending_entry
+        self._policy = policy
+        self._journal_writer = journal_writer
+
+    def absorb(self, wrote: EntryWritten) -> None:
+        """Merge an entry that a trial has announced, after any missing entries before it."""
+        if wrote.journal is not None and wrote.journal.key == self._pending_entry.state.key:
+            self._pending_entry.follow(wrote.events, wrote.journal)
+            return
+        due = self._pending_entry.state.trial(wrote.trial).absorbed + 1
+        if wrote.number > due:
+            self.catch_up(wrote.trial)
+        elif wrote.number == due:
+            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
+
+    def catch_up(self, trial: str) -> None:
+        """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
+        if not self._pending_entry.state.trial(trial).apart:
+            return  # the experiment's journal holds them
+        absorbed = self._pending_entry.state.trial(trial).absorbed
+
+        def read(store: ObjectStore) -> Sequence[Entry]:
+            with transfer_pool() as transfers:
+                return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
+
+        for entry in on_target(self._journal_writer.target, read, _TIMEOUT):
+            self._take_in(trial, entry.number, entry.events, entry.at)
+
+    def settle(self, trial: str) -> None:
+        """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
+
+        Raises:
+            Superseded: a newer owner of the experiment has opened the trial.
+        """
+        state = self._pending_entry.state
+        if state.trial(trial).phase is Phase.RUNNING:
+            owner = current_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
+            open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
+            self.catch_up(trial)
+
+    def require_ours(self) -> None:
+        """Check that no other owner has taken the experiment over. One request: call it only on suspicion.
+
+        Raises:
+            Superseded: another owner has.
+        """
+        written, entry = self._journal_writer.experiment, self._beyond(self._journal_writer.experiment.number)
+        while entry is not None:
+            if entry.epoch != written.epoch:
+                owner = next((f", {each.owner}," for each in entry.events if isinstance(each, Opened)), "")
+                raise Superseded(
+                    f"{written.key}: this process is owner {written.epoch}, and owner {entry.epoch}{owner} took over "
+                    f"in entry {entry.number}"
+                )
+            entry = self._beyond(entry.number)  # an external writer's entry
+
+    def _beyond(self, number: int) -> Entry | None:
+        key = self._journal_writer.experiment.key
+        return on_target(self._journal_writer.target, lambda store: next_entry(store, key, number), _TIMEOUT)
+
+    def _journal(self, trial: str) -> JournalKey:
+        return JournalKey(experiment=self._pending_entry.state.name, trial=trial)
+
+    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
+        own = tuple(event for event in events if not isinstance(event, Absorbed))
+        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at))
+        self._policy.has_trained(self._pending_entry.state.trial(trial))
+
 
 _PATIENCE = timedelta(seconds=0.5)
 _STARTS_AT_ONCE = 8  # then trials that train get their answers: a start on a cluster takes some 30 ms of this process

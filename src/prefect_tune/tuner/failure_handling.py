@@ -22,11 +22,11 @@ from prefect_tune.core.journal_events.experiment_events import Cause, Committed,
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
-from prefect_tune.parameters.checks.search_limits import SearchLimits
+from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.stopping.stop_handling import Stopping
+from prefect_tune.tuner.stopping import Stopping
 
 _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 

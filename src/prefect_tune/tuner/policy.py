@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallies, Tally
+from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events.experiment_events import Lesson
 from prefect_tune.core.models import StepReport

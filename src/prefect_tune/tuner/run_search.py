@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -12,15 +12,18 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, SearchFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.trial_stoppers import Stopper, metrics_needed
+from prefect_tune.core.experiment.stoppers import Stopper, metrics_needed, of_experiment, of_trials
+from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Described, Event
+from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
+from prefect_tune.core.texts import nearest, visible
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor
@@ -28,61 +31,241 @@ from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, 
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import callbacks_for
-from prefect_tune.monitoring.event_builder import EventContext, budgets_of
-from prefect_tune.monitoring.event_emitter import this_run
+from prefect_tune.monitoring.event_emitter import EventContext, budgets_of, this_run
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.monitoring.subscribers import Subscribers
-from prefect_tune.parameters import samples_per_run
-from prefect_tune.parameters.checks.code_change import (
+from prefect_tune.parameters import search_limits
+from prefect_tune.parameters.argument_checks import require_one_runner, runner_elsewhere
+from prefect_tune.parameters.import_check import require_importable
+from prefect_tune.parameters.resume_compatibility import (
     CODE_TRAINS,
     CODE_UNUSED,
+    KEEPS_CONFIGURATIONS,
     require_code,
-    say_code,
-    settings_before_training,
-)
-from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import (
     require_same,
+    say_code,
     say_errored,
     say_fewer_samples,
     say_space,
+    settings_before_training,
     with_seed_of,
 )
-from prefect_tune.parameters.checks.search_limits import (
+from prefect_tune.parameters.search_limits import (
     SearchLimits,
     require_possible,
     warn_of_constants,
     warn_of_limits,
     warn_of_mode,
 )
-from prefect_tune.parameters.checks.target_requirements import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.prefect_api.flow_runs.call_path import call_path
-from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
-from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
-from prefect_tune.prefect_api.task_runs.task_runner import max_workers_here
-from prefect_tune.results.results import Results
+from prefect_tune.prefect_api.flow_runs import call_path, failed_by
+from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
+from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.suspension.answers import unjournaled
-from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
+from prefect_tune.suspension.continuation import SEARCH_QUESTION, first_search_turn
+from prefect_tune.suspension.resume_forms import unjournaled
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
-from prefect_tune.tasks.existing_experiment import read_known, require_presence
-from prefect_tune.tasks.experiment_state import check_target, write_directly
+from prefect_tune.tasks.experiment_state import check_target, read_known, require_presence, write_directly
 from prefect_tune.tasks.trial_attempt import has_had_enough
+from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
 from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
-from prefect_tune.trust.require_trusted import signed_settings
+from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.exploration_check import ExplorationCheck
-from prefect_tune.tuner.failed_search_error import failure_of
-from prefect_tune.tuner.metric_check import MetricCheck
-from prefect_tune.tuner.opening_summary import log_finished, log_opening, warn_of_takeover
 from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.stopping.stop_request_poller import StopRequestPoller
+from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, never_last
+from prefect_tune.tuner.stopping import StopRequestPoller
 from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
+
+# The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
+
+_LONGEST = 400
+
+
+def log_opening(plan: SearchPlan, found: Experiment, slots: Slots, where: str, log: Log) -> None:
+    """Log what the experiment holds, its target, space, scheduler and slots: one line each.
+
+    Args:
+        found: the experiment as it was opened, before this run changes it.
+        where: where the trials run, such as `on this machine`.
+    """
+    for line in _lines(plan, found, slots, where):
+        log.info("%s", visible(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"))
+
+
+def warn_of_takeover(found: Experiment, log: Log) -> None:
+    """Warn that the run that owned the experiment has not ended it: it may be alive, and ends then.
+
+    Args:
+        found: the experiment before this run took it over.
+    """
+    running = sum(each.phase is Phase.RUNNING for each in found.trials.values())
+    if running:
+        log.warning(
+            "takes over from %s, which left %s running: if that run is alive, its next write fails with Superseded, "
+            "and it ends",
+            visible(str(found.owner)),
+            plural(running, "trial", "trials"),
+        )
+
+
+def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Log) -> None:
+    """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained.
+
+    If trials had errored, `say_errored` or the error of the search says what can be done.
+    """
+    if (
+        found.trials
+        and all(each.phase is Phase.FINISHED for each in found.trials.values())
+        and _attempts(found) == _attempts(ended)
+        and not ended.ends
+        and plan.reruns_errored != "only"
+    ):
+        log.info(
+            "experiment %r was finished already, and this run trained nothing: to train more, raise num_samples or "
+            "stop, or choose another experiment name",
+            found.name,
+        )
+
+
+def _attempts(experiment: Experiment) -> Mapping[str, int]:
+    return {name: each.attempt for name, each in experiment.trials.items()}
+
+
+def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Iterator[str]:
+    yield f"experiment {plan.experiment!r} at {plan.target.uri}: {_found(found, plan.objective)}"
+    count = plan.trial_count
+    trials = "trials" if count is None else plural(count, "trial", "trials")
+    yield f"space: {_space(plan.space or {})}; {trials} by {type(plan.proposer).__name__}, seed {plan.seed_of_draws}"
+    scheduler = "none, every trial trains to its end" if plan.scheduler is None else repr(plan.scheduler)
+    yield f"scheduler: {scheduler}; {_objective(plan.objective)}"
+    needed = plan.resources_per_trial
+    each = f", each with {format_value(needed)}" if needed else ""
+    yield f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}"
+
+
+def _found(found: Experiment, objective: Objective | None) -> str:
+    if not found.trials:
+        return "new"
+    counts = {"left running" if status == Status.RUNNING else status: count for status, count in counted(found).items()}
+    said = f"{plural(len(found.trials), 'trial', 'trials')} found: {format_counts(counts)}"
+    best = best_of(found)
+    if best is None or objective is None:
+        return said
+    values = ", ".join(f"{name} {format_value(metric_in(best.metrics, name))}" for name in objective.metrics)
+    return f"{said}; {best_label(objective)}: trial {named(best.trial, best.status)}, {values}"
+
+
+def _space(space: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in leaves(space)) or "empty"
+
+
+def _objective(objective: Objective | None) -> str:
+    if objective is None:
+        return "no metric"
+    return ", ".join(f"{name} ({mode})" for name, mode in zip(objective.metrics, objective.modes, strict=True))
+
+
+# The error with which a search fails: every trial errored, or no report had a metric that it needs.
+
+_CAUSES = 3
+"""Different errors in the message."""
+
+
+def failure_of(results: Results, found: Experiment | None, metric_check: MetricCheck) -> SearchFailed | None:
+    """Return the error of a search whose trials all errored, or that lacked a metric; None for any other.
+
+    Args:
+        found: the experiment as this run found it; None if it did not read it.
+        metric_check: whether the search ended since a metric is missing. That is read from the reports otherwise, if a
+            trial has completed and no last report has the metric.
+    """
+    if not results.trials:
+        return None
+    if metric_check.bad_stop:
+        return SearchFailed(_with_bad_stop(results, metric_check.bad_stop), results)
+    if len(results.errors) == len(results.trials):
+        earlier = {} if found is None else found.trials
+        skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
+        return SearchFailed(_all_errored(results, skipped), results)
+    if metric_check.came_late:
+        return SearchFailed(_reported_late(results, metric_check.ended_without), results)
+    missing = never_last(results.experiment, results.objective.metrics if results.objective else ())
+    if missing and not metric_check.ended_without:
+        missing = _in_no_report(results, missing)
+    return SearchFailed(_without_metric(results, missing), results) if missing else None
+
+
+def _in_no_report(results: Results, metrics: Sequence[str]) -> Sequence[str]:
+    if all(each.status is not Status.COMPLETED for each in results.trials.values()):
+        return ()
+    reported = results.to_arrow("reports").column_names
+    return [name for name in metrics if name not in reported]
+
+
+def _all_errored(results: Results, skipped: int) -> str:
+    name, count, causes = results.experiment.name, len(results.trials), errors_by_cause(results.trials.values())
+    (cause, (first, *_)), *others = causes
+    if count == 1:
+        errored = f"its only trial errored: {cause}"
+    elif not others:
+        errored = f"{count} of {count} trials errored, all with: {cause}"
+    else:
+        errored = f"{count} of {count} trials errored: {_counted(causes)}"
+    again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
+    rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
+    if not skipped:
+        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
+    else:
+        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        asked = f"{old}: to retry with the code as it is now, {rerun}"
+        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
+    failed = f"experiment {name!r}: {failed}"
+    if "Traceback (most recent call last)" not in first.reason:  # its process has died
+        return failed
+    return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
+
+
+def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
+    said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
+    more = len(causes) - _CAUSES
+    return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
+
+
+def _with_bad_stop(results: Results, error: str) -> str:
+    said = error if error.endswith("?") else f"{error}."
+    return (
+        f"experiment {results.experiment.name!r}: {said} Run the search again under the same experiment name with "
+        "another stop: completed trials are kept, the others continue from their checkpoints"
+    )
+
+
+def _reported_late(results: Results, metrics: Sequence[str]) -> str:
+    names = ", ".join(map(repr, metrics))
+    return (
+        f"experiment {results.experiment.name!r}: the search ended since no report had the metric {names}, and another "
+        "trial reported it after that. Run the search again under the same experiment name to continue it: trials that "
+        "have ended are kept, the others continue from their checkpoints"
+    )
+
+
+def _without_metric(results: Results, missing: Sequence[str]) -> str:
+    found = sorted({name for each in results.trials.values() for name, _ in leaves(each.metrics)})
+    meant = nearest(missing[0], found)
+    question = f"; did you mean {meant!r}?" if meant else "."
+    is_one = results.objective is not None and len(results.objective.metrics) == 1
+    metric = f"metric={meant!r}" if meant and is_one else "a metric that the trainable reports"
+    errored = ", errored ones with rerun_errored=True" if results.errors else ""
+    return (
+        f"experiment {results.experiment.name!r}: expected the metric {', '.join(map(repr, missing))}, "
+        f"found {', '.join(map(repr, found)) or 'no metric'} in the reports{question} Run the search again under the "
+        f"same experiment name with {metric}: completed trials are kept, the others continue from their checkpoints"
+        f"{errored}"
+    )
+
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 
@@ -99,7 +282,7 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:
             results, found = _searched(turn, metric_check), turn.found
-            turn = next_turn(turn, QUESTION, results.experiment)
+            turn = next_turn(turn, SEARCH_QUESTION, results.experiment)
     error = failure_of(results, found, metric_check)
     return results if error is None else failed_by(error, Results)
 
@@ -168,7 +351,7 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
         require_code(known.experiment, plan)
     state = take_over(turn, known)
     warn_of_takeover(known.experiment, log)
-    now, added = samples_per_run.extended(with_seed_of(state, plan), state, call_path)
+    now, added = search_limits.extended(with_seed_of(state, plan), state, call_path)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
     say_space(state, now, log)

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import first_line, plural
@@ -24,33 +24,31 @@ from prefect_tune.core.texts import visible
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.event_builder import EventContext
-from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
+from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status_observer import LiveStatusObserver
+from prefect_tune.monitoring.live_status import LiveStatusObserver
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import DisplayGroup
-from prefect_tune.parameters.checks.argument_checks import stopper_of_one_trial, storable_config
-from prefect_tune.parameters.checks.import_check import require_importable
-from prefect_tune.parameters.checks.resume_compatibility import require_same_training
-from prefect_tune.parameters.checks.search_limits import SearchLimits, require_possible
+from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
+from prefect_tune.parameters.import_check import require_importable
+from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.search_limits import SearchLimits, require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
-from prefect_tune.prefect_api.task_runs.quiet_tasks import quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.supervisor.cancel_and_suspend import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.continuation import TRAINING_QUESTION, code_changed, follow_up
+from prefect_tune.suspension.resume_forms import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
-from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
-from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import check_target, write_entry
+from prefect_tune.tasks.experiment_state import check_target, read_known, write_entry
 from prefect_tune.tasks.trial_attempt import has_had_enough
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
-from prefect_tune.tuner.stopping.stop_handling import Outside
+from prefect_tune.tuner.stopping import Outside
 
 
 def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
@@ -65,7 +63,7 @@ def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | Trial
 
 
 def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
-    turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
+    turn: Turn | None = (first := first_turn(Turn(plan), TRAINING_QUESTION, last_form()))
     stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
@@ -74,7 +72,7 @@ def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Tria
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:
         state = _trained(training, turn)
-        turn = next_turn(turn, QUESTION, state)
+        turn = next_turn(turn, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")

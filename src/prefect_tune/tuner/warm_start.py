@@ -15,9 +15,7 @@ from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
 from prefect_tune.core.models import canonical_json, valid_name
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.tasks.existing_experiment import read_known
-from prefect_tune.tasks.experiment_state import no_experiment_at
-from prefect_tune.tasks.on_target import on_target
+from prefect_tune.tasks.experiment_state import no_experiment_at, on_target, read_known
 from prefect_tune.tasks.trial_attempt import last_report
 
 _TIMEOUT = timedelta(minutes=5)

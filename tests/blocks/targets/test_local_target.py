@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import IsolatedStore
 
 SHORT = timedelta(seconds=10)
 

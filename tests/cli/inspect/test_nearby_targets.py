@@ -10,7 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import write
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment

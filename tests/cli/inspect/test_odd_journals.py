@@ -23,7 +23,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.command_line import Run
 
 

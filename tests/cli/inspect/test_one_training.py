@@ -102,7 +102,7 @@ def test_verify_prints_damage_also_if_the_target_fails_later(
         return inspect_one(store, key, **more)
 
     blobs(target)[0].unlink()
-    monkeypatch.setattr("prefect_tune.cli.storage.verify.inspect_one", until_the_last)
+    monkeypatch.setattr("prefect_tune.cli.storage.inspect_one", until_the_last)
     done = run("verify", target, "digits")
     assert done.code == 1
     damage, error = done.err.splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.shared.open_target import caught_up
+from prefect_tune.cli.open_target import caught_up
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from tests.fakes.checkpoints import files_in, write

@@ -21,9 +21,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
-from prefect_tune.deploy.apply_automations import automation_names, uninstall_automations
-from prefect_tune.deploy.deployment_specs import OFFERS, TAG
-from prefect_tune.parameters.grouped_flow import flattened
+from prefect_tune.deploy.automations import automation_names, uninstall_automations
+from prefect_tune.deploy.deployments import OFFERS, TAG
+from prefect_tune.parameters.forms import flattened
 from tests.fakes.command_line import Run
 from tests.fakes.pages import ROOT
 from tests.fakes.servers.refusing_server import refusing

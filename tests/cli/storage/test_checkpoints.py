@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events.experiment_events import Owner, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment

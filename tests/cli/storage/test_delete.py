@@ -18,7 +18,7 @@ from prefect_tune.core.journal_events.experiment_events import Owner, RemovalBeg
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import search_of_three
 from tests.fakes.checkpoints import files_in

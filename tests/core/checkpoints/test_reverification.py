@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, DeadlineExceeded, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events.experiment_events import Quarantined
-from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.protocol.mutate import break_lines
 from tests.fakes.servers.s3_sink import S3Sink

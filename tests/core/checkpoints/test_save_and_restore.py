@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_tune.core.checkpoints import chunking
-from prefect_tune.core.checkpoints.chunking import BLOB_BYTES, CHUNK_BYTES, FileStat, groups, pieces
+from prefect_tune.core.checkpoints import manifest
 from prefect_tune.core.checkpoints.commit import CommitResult, commit, reusable
-from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, About, FileStat, Manifest, groups, pieces
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,
@@ -23,7 +22,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.models import digest_of
-from prefect_tune.core.recovery.restore import read_manifest, verify
+from prefect_tune.core.recovery import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from tests.core.driver import KEY
 from tests.fakes.stores.memory_files import MemoryFiles, restored
@@ -87,10 +86,10 @@ def test_two_thousand_small_files_are_sixteen_blobs() -> None:
 def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
     digest = digest_of(b"x")
     names = {
-        chunking.blob_digest([]),
-        chunking.blob_digest([(digest, 1)]),
-        chunking.blob_digest([(digest, 11)]),
-        chunking.blob_digest([(digest, 1), (digest, 1)]),
+        manifest.blob_digest([]),
+        manifest.blob_digest([(digest, 1)]),
+        manifest.blob_digest([(digest, 11)]),
+        manifest.blob_digest([(digest, 1), (digest, 1)]),
     }
     assert len(names) == 4
 

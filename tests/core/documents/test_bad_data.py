@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
-from prefect_tune.core.checkpoints.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, BlobRef, Manifest, decode_manifest, encode_manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal import journal, read_entries
+from prefect_tune.core.journal import journal
 from prefect_tune.core.models import canonical_json, digest_of
-from prefect_tune.core.recovery.restore import read_manifest, restore
+from prefect_tune.core.recovery import read_manifest, restore
 from prefect_tune.stores.local.staging import DirectorySink
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
@@ -93,7 +92,7 @@ def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int
     data = left.objects[JOURNAL.entry_path(number)]
     for altered in flipped(data):
         with pytest.raises((JournalCorrupt, UnknownVersion)):
-            read_entries.decode_entry(altered, JOURNAL.entry_path(number))
+            journal.decode_entry(altered, JOURNAL.entry_path(number))
     record_property("figure: bits flipped in documents, all noticed", 8 * len(data))
     with pytest.raises(JournalCorrupt):
         load(with_entry(left, number, next(flipped(data))))
@@ -104,7 +103,7 @@ def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: in
     data = left.objects[JOURNAL.entry_path(number)]
     for torn in cut(data):
         with pytest.raises(JournalCorrupt):
-            read_entries.decode_entry(torn, JOURNAL.entry_path(number))
+            journal.decode_entry(torn, JOURNAL.entry_path(number))
     record_property("figure: documents cut, all noticed", len(data))
     for torn in (b"", data[:1], data[:-1]):
         with pytest.raises(JournalCorrupt):

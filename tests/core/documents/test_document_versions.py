@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import journal, read_entries, segments
-from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
-from prefect_tune.core.journal_events.journal_entry import Entry
+from prefect_tune.core.journal import journal, segments
+from prefect_tune.core.journal_events.experiment_events import Entry, Owner, Started, TrialAdded
 from prefect_tune.core.models import Stamp, canonical_json, digest_of
 from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
 from tests.core.driver import JOURNAL, NAME
@@ -214,7 +213,7 @@ def test_a_journal_of_two_versions_is_one_history_and_nothing_in_it_is_rewritten
     old = appended(store, 1)
     written = dict(store.objects)
 
-    monkeypatch.setattr(read_entries, "Entry", NewEntry)
+    monkeypatch.setattr(journal, "Entry", NewEntry)
     monkeypatch.setattr(journal, "Entry", NewEntry)
     assert journal.load(store, NAME, side_by_side=map) == old
     new = appended(store, 2)

@@ -7,10 +7,14 @@ from datetime import timedelta
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.experiment_stoppers import (
+from prefect_tune.core.experiment.stoppers import (
+    AnyOf,
     End,
     ExperimentPlateau,
     MaxFailures,
+    MaxSteps,
+    MaxTime,
+    Never,
     NoMore,
     Tallies,
     Tally,
@@ -19,7 +23,6 @@ from prefect_tune.core.experiment.experiment_stoppers import (
     of_experiment,
     of_trials,
 )
-from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxSteps, MaxTime, Never
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 

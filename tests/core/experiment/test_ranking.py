@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.ranking import Scope, best_label, front, losses_in, ranked, scored, valid_scope
-from prefect_tune.core.experiment.summary import best_first
+from prefect_tune.core.experiment.summary import (
+    Scope,
+    best_first,
+    best_label,
+    front,
+    losses_in,
+    ranked,
+    scored,
+    valid_scope,
+)
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Cloned, Started
 from prefect_tune.core.models import StepReport

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadStop, InvalidInput
-from prefect_tune.core.experiment.experiment_stoppers import TimeBudget
 from prefect_tune.core.experiment.failure_policy import (
     FailurePolicy,
     GiveUp,
@@ -23,30 +22,31 @@ from prefect_tune.core.experiment.failure_policy import (
     error_in,
     verdict,
 )
-from prefect_tune.core.experiment.learning_curves import Curves, curve
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
-from prefect_tune.core.experiment.trial_stoppers import (
+from prefect_tune.core.experiment.stoppers import (
     AnyOf,
     MaxSteps,
     MaxTime,
     Never,
     Plateau,
     Stopper,
+    TimeBudget,
     as_stopper,
     metrics_needed,
 )
+from prefect_tune.core.experiment.summary import Curves, curve
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Cause,
     CheckpointRef,
     Cloned,
+    Entry,
     Event,
     QuarantinedCheckpoint,
     Reported,
     Started,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prefect_tune.core.experiment.trial_status import Phase, Status, status_label
+from prefect_tune.core.experiment.trial import Phase, Status, status_label
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,

@@ -20,6 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
+    Entry,
     Event,
     Opened,
     Owner,
@@ -27,7 +28,6 @@ from prefect_tune.core.journal_events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.segment_levels import begin_of, boundaries, is_boundary
-from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.journal.segments import (

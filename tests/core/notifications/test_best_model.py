@@ -13,7 +13,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.best_model import BestSoFar, best_checkpoints
+from prefect_tune.core.notifications.prefect_events import BestSoFar, best_checkpoints
 from prefect_tune.core.search.objective import objective_of
 from tests.fakes.searches.experiments import after
 

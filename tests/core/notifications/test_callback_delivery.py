@@ -8,13 +8,13 @@ from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Cause,
+    Entry,
     Event,
     Finished,
     Paused,
     Reported,
     Started,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.notifications.callback_delivery import Delivered, DeliveryTracker
 

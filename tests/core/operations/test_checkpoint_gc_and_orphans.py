@@ -28,9 +28,9 @@ from prefect_tune.core.journal_events.experiment_events import (
     Reported,
 )
 from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
-from prefect_tune.core.recovery.adopt_saves import adopt
-from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import create_or_recognize
 from tests.core.driver import KEY, Session, Witness
 from tests.core.protocol.invariants import violations
 from tests.fakes.stores.memory_store import MemoryStore

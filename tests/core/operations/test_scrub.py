@@ -30,9 +30,8 @@ from prefect_tune.core.operations.scrub import (
     inspect_one,
     share_of,
 )
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.storage.experiment_listing import experiment_names
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.small_search import SmallSearch

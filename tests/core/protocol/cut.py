@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefect_tune.core.checkpoints import chunking, commit, verified_reads
+from prefect_tune.core.checkpoints import commit, manifest, verified_reads
 
 _CHUNK_BYTES = 8
 _BLOB_BYTES = 24
@@ -17,7 +17,7 @@ _BLOB_BYTES = 24
 def cut_small() -> Iterator[None]:
     """Set the chunk size to 8 bytes and the blob size to 24 bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "pieces", lambda files: chunking.pieces(files, _CHUNK_BYTES))
-        patch.setattr(commit, "groups", lambda cut: chunking.groups(cut, _BLOB_BYTES))
+        patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, _CHUNK_BYTES))
+        patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, _BLOB_BYTES))
         patch.setattr(verified_reads, "BLOB_BYTES", _BLOB_BYTES)
         yield

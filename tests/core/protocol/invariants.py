@@ -8,13 +8,12 @@ from contextlib import suppress
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import Committed, Opened, Quarantined, Retired
-from prefect_tune.core.journal_events.journal_entry import Entry
+from prefect_tune.core.journal_events.experiment_events import Committed, Entry, Opened, Quarantined, Retired
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
-from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness, run_to

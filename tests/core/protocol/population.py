@@ -37,9 +37,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery.adopt_saves import adopt
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.recovery.stale_reads import current_trial
+from prefect_tune.core.recovery import adopt, current_trial, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, Files, retried

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from prefect_tune.core.checkpoints.commit import verify_read
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.checkpoints.reverification import verify_read
 from prefect_tune.core.checkpoints.verified_reads import reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment import experiment as folding
@@ -32,7 +32,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Pinned,
     Retired,
 )
-from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Files, Session, Witness
 from tests.core.happenings import AFTER, happening

@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from prefect_tune.core import recovery
 from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
-from prefect_tune.core.experiment.trial_map import TrialMap
+from prefect_tune.core.experiment.experiment import TrialMap
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
 from prefect_tune.core.journal import journal, segments
 from prefect_tune.core.operations import checkpoint_gc
-from prefect_tune.core.recovery import adopt_saves
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.storage import conditional_create
+from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage import object_store
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.stores.posix.posix_store import PosixStore
-from prefect_tune.stores.posix.publish import Publisher
+from prefect_tune.stores.posix_files import Publisher
+from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
 from tests.core.histories import base, fold, next_state, opened
 from tests.core.protocol.invariants import after_recovery
@@ -191,19 +191,15 @@ MUTANTS = {
         every_flipped_blob, {verified_reads._verified: {"if found != wanted.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
-        meeting_owners, {conditional_create.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
+        meeting_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
     ),
     "unknown means success": Mutant(
         every_late_write,
-        {
-            conditional_create.create_or_recognize: {
-                "if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"
-            }
-        },
+        {object_store.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
     ),
     "unknown means conflict": Mutant(
         every_death,
-        {conditional_create.create_or_recognize: {"if _is_there(store, path, data, outcome) != data:": "if True:"}},
+        {object_store.create_or_recognize: {"if _is_there(store, path, data, outcome) != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
@@ -229,7 +225,7 @@ MUTANTS = {
         {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt, {adopt_saves._find: {"manifest.about.attempt == trial.attempt": "True"}}
+        every_crash_of_a_second_attempt, {recovery._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
         a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}

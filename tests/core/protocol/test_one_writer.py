@@ -14,8 +14,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork_experiment import begin_fork, past_of
-from prefect_tune.core.operations.quarantine import quarantine, reinstate
-from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits, inspect
+from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits, inspect, quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.schedulers.pbt_explore import Explorer, as_mutations
+from prefect_tune.core.schedulers.pbt import Explorer, as_mutations
 from prefect_tune.core.search import domains as pt
 
 

@@ -12,6 +12,10 @@ from hypothesis import given
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import (
+    Float,
+    Integer,
+    Normal,
+    Range,
     lograndint,
     loguniform,
     qlograndint,
@@ -23,7 +27,6 @@ from prefect_tune.core.search.domains import (
     randn,
     uniform,
 )
-from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
 from tests.fakes.searches.spaces import QUANTILES, floats, integers, normals, ranges
 
 ALMOST_ONE = 1 - 2**-53

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed
-from prefect_tune.core.search.config_inverse import is_same
 from prefect_tune.core.search.domains import choice, grid_search, randint, sample_from, uniform
-from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch, default_samples
-from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.search.random_search import (
+    ENDLESS,
+    RandomSearch,
+    choices_at,
+    default_samples,
+    grids_of,
+    point_count,
+    points_of,
+)
+from prefect_tune.core.search.space import is_same, resolve, valid_space
 from tests.fakes.searches.spaces import spaces
 
 Config = Mapping[str, Any]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import canonical_json
-from prefect_tune.core.search.config_inverse import Found, Misfit, Missing, Reading, agrees, holds, is_same, read
 from prefect_tune.core.search.domains import (
     Choice,
     Domain,
@@ -28,7 +27,20 @@ from prefect_tune.core.search.domains import (
     sample_from,
     uniform,
 )
-from prefect_tune.core.search.space import Draw, require_drawable, resolve, valid_space
+from prefect_tune.core.search.space import (
+    Draw,
+    Found,
+    Misfit,
+    Missing,
+    Reading,
+    agrees,
+    holds,
+    is_same,
+    read,
+    require_drawable,
+    resolve,
+    valid_space,
+)
 from tests.fakes.searches.spaces import QUANTILES, spaces
 
 

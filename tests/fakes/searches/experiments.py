@@ -26,7 +26,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())

@@ -24,8 +24,7 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_link import StoreLink
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 

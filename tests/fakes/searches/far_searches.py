@@ -19,9 +19,8 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.parameters.checks.search_limits import SearchLimits
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver

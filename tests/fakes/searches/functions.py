@@ -10,8 +10,7 @@ from typing import Any
 
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Proposed, Search
-from prefect_tune.core.search.domains import uniform
-from prefect_tune.core.search.numeric_domains import Float
+from prefect_tune.core.search.domains import Float, uniform
 from prefect_tune.core.search.objective import Objective
 
 Config = Mapping[str, Any]

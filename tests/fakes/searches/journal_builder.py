@@ -33,8 +33,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.reporting.facts import ReportInput, drawn_trials, report_input_of
 from prefect_tune.reporting.history import ExperimentHistory
-from prefect_tune.reporting.report_input import ReportInput, drawn_trials, report_input_of
 
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
 URI = "s3://bucket/runs"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from prefect_tune.core.search.domains import choice, grid_search
-from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
+from prefect_tune.core.search.domains import Float, Integer, Normal, Range, choice, grid_search
 
 QUANTILES = st.integers(0, 2**53 - 1).map(lambda number: number / 2**53) | st.sampled_from([0.0, 0.5, 1 - 2**-53])
 SCALES = st.sampled_from(["linear", "log"])

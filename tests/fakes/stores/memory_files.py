@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prefect_tune.core.checkpoints.chunking import FileStat, Piece
-from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.recovery.restore import restore
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.checkpoints.manifest import FileStat, Manifest, Piece
+from prefect_tune.core.recovery import restore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 
 class MemoryFiles:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from obstore.store import S3Store
 
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
+from prefect_tune.stores.obstore_store import ObstoreStore, client_times
 from tests.fakes.servers.s3_sink import Fault, SinkRequest
 
 KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}

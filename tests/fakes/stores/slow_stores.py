@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 
 
 class MoodyStore(PosixStore):

@@ -20,9 +20,8 @@ from prefect.states import Pending
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.deploy.apply_deployments import Pool, deploy
-from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
-from prefect_tune.parameters.form_schema import form_of
+from prefect_tune.deploy.deployments import DeploymentSchedule, Pool, deploy, named, of_one_experiment, wanted
+from prefect_tune.parameters.forms import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 
@@ -169,7 +168,7 @@ def test_a_deployment_of_an_earlier_release_and_its_runs_take_flat_parameters(
     waiting = begun(client, name, samples_per_run=3)
 
     assert deployed("tune", "earlier", flat) == name  # this release deploys it again, before that run begins
-    assert client.read_deployment_by_name(name).entrypoint == "prefect_tune.flows.deployed_tune.tune"
+    assert client.read_deployment_by_name(name).entrypoint == "prefect_tune.flows.deployed.tune"
     assert ended(client, name, waiting).is_completed()
     assert len(experiment_at(local_target, "earlier").trials) == 5
 

@@ -21,14 +21,14 @@ import prefect_tune as pt
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
 from prefect_tune.maintenance import runner
-from prefect_tune.maintenance.report import (
+from prefect_tune.maintenance.runner import (
     DamagedCheckpoint,
     MaintenanceReport,
     NotLookedAt,
     Upkeep,
     markdown,
 )
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, own_state
 from tests.fakes.checkpoints import files_in

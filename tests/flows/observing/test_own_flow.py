@@ -12,7 +12,7 @@ from prefect import flow, unmapped
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import write
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -14,8 +14,8 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.cli import main
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.parameters.checks.resume_compatibility import KEEPS_CONFIGURATIONS
-from prefect_tune.results.results import Results
+from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
+from prefect_tune.results import Results
 from tests.fakes.task_runs import states_of_attempts
 from tests.flows.driver import Drivers, Flow, until
 from tests.flows.training import owners_at, state_of_flow_run

@@ -20,8 +20,8 @@ from prefect.states import Cancelled
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events.experiment_events import Questioned
-from prefect_tune.suspension import suspend_flow_run
-from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.suspension import resume_forms
+from prefect_tune.suspension.suspend_loop import asked_in_terminal
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at, owners_at
 
@@ -88,7 +88,7 @@ def test_a_resume_in_the_instant_of_pausing_is_accepted(
 def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget, status: int
 ) -> None:
-    monkeypatch.setattr(suspend_flow_run, "_POLL_INTERVAL", timedelta(seconds=0.1))
+    monkeypatch.setattr(resume_forms, "_POLL_INTERVAL", timedelta(seconds=0.1))
     calls = ("read_flow_run", "filter_flow_run_input")
     failing: list[str] = []
 

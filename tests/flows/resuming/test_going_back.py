@@ -14,13 +14,11 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.suspension.answers import HOW_TO_GO_ON
-from prefect_tune.suspension.resume_forms import form_of_training
-from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up
+from prefect_tune.suspension.resume_forms import HOW_TO_GO_ON, form_of_training, last_form
 from prefect_tune.suspension.suspend_loop import Turn, first_turn
-from prefect_tune.suspension.training_answers import QUESTION, follow_up
 from prefect_tune.tasks.experiment_state import restore_experiment_state, write_directly
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun
@@ -73,7 +71,7 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     turns: list[Turn] = []
 
     def start() -> None:
-        turns.append(first_turn(Turn(trained.plan(None)), QUESTION, last_form()))
+        turns.append(first_turn(Turn(trained.plan(None)), TRAINING_QUESTION, last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

@@ -15,7 +15,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Plateau
+from prefect_tune.core.experiment.stoppers import MaxSteps, Plateau
 from prefect_tune.flows.durable_trainable import durable_trainable
 from tests.fakes.servers.processes import free_port
 from tests.trainables import faulty

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.flows.interruptions.trouble import Trouble
 from tests.trainables.witness import acts_of
 

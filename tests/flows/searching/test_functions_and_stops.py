@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau
+from prefect_tune.core.experiment.stoppers import MaxSteps, MaxTime, Plateau
 from prefect_tune.core.experiment.trial_transitions import Status
 from tests.flows.interruptions.trouble import Trouble
 

@@ -28,7 +28,7 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
-from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from tests.fakes.searches.limits import limits_of

@@ -12,14 +12,13 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
-from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.experiment.stoppers import ExperimentPlateau, MaxFailures, MaxSteps, TimeBudget, TrialBudget
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events.experiment_events import Cause, StopAsked
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
-from prefect_tune.tuner.stopping.send_stop_request import StopOutcome, stop
+from prefect_tune.tuner.stopping import StopOutcome, stop
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at, statuses

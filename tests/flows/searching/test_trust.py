@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 import prefect_tune as pt
+from prefect_tune import trust
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.errors import UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
@@ -23,8 +24,7 @@ from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_
 from prefect_tune.core.settings_signature import signed
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.flows.resume import resume
-from prefect_tune.stores.local import folder_ownership
-from prefect_tune.trust.require_trusted import TRUSTED_PACKAGES, require_trusted
+from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
 from prefect_tune.tuner.warm_start import new_lessons
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
@@ -268,7 +268,7 @@ def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget
 def test_a_folder_that_others_can_write_to_is_not_ones_own(
     below: str, local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)  # the tests' user may have one
+    monkeypatch.setattr(trust, "_is_private_group", lambda *_: False)  # the tests' user may have one
     describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
     with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
         resume.fn("e", target=local_target)

@@ -15,15 +15,16 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Cause, Decided, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.models import StepReport
-from prefect_tune.parameters.checks.code_change import CODE_TRAINS, say_code
-from prefect_tune.parameters.checks.resume_compatibility import (
+from prefect_tune.parameters.resume_compatibility import (
+    CODE_TRAINS,
     KEEPS_CONFIGURATIONS,
     require_same,
+    say_code,
     say_errored,
     say_fewer_samples,
     say_space,
 )
-from prefect_tune.parameters.checks.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
+from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.failed_searches import results_of_failed

@@ -22,7 +22,6 @@ from optuna.trial import FrozenTrial, TrialState
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed
-from prefect_tune.core.search.config_inverse import Found, read
 from prefect_tune.core.search.domains import (
     choice,
     grid_search,
@@ -36,6 +35,7 @@ from prefect_tune.core.search.domains import (
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
+from prefect_tune.core.search.space import Found, read
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
@@ -388,7 +388,7 @@ def test_a_number_of_samples_is_a_number_of_samples(count: Any) -> None:
     [(samplers.CmaEsSampler, "cmaes"), (samplers.QMCSampler, "scipy"), (samplers.GPSampler, "torch")],
 )
 def test_a_sampler_says_which_package_it_misses(monkeypatch: pytest.MonkeyPatch, sampler: Any, package: str) -> None:
-    monkeypatch.setattr("prefect_tune.integrations.optuna.samplers.find_spec", lambda _: None)
+    monkeypatch.setattr("prefect_tune.integrations.optuna.study.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=f"{sampler.__name__}: it needs {package}.*pip install {package}"):
         OptunaSearch(sampler(), 9).begin(SPACE, LOSS, 1)
 

@@ -10,8 +10,8 @@ import pytest
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.checks import import_check
-from prefect_tune.parameters.checks.import_check import require_importable
+from prefect_tune.parameters import import_check
+from prefect_tune.parameters.import_check import require_importable
 
 _STEP = "\n    def step(self):\n        return {}\n"
 _WHOLE = f"{_STEP}\n    def save_checkpoint(self, checkpoint_dir):\n        pass\n"

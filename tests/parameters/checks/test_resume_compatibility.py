@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import Described, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
-from prefect_tune.parameters.checks.resume_compatibility import require_search
+from prefect_tune.parameters.resume_compatibility import require_search
 from tests.fakes.stores.memory_store import MemoryStore
 
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from prefect_tune.parameters.checks.source_definitions import is_module_name, why_not_defined
+from prefect_tune.parameters.import_check import is_module_name, why_not_defined
 
 _FILES = {
     "__init__.py": "",

@@ -6,7 +6,7 @@ import pytest
 from prefect import flow
 
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.prefect_api.flow_runs.returned_failure import failed_by
+from prefect_tune.prefect_api.flow_runs import failed_by
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

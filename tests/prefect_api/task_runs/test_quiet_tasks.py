@@ -11,8 +11,8 @@ from prefect import flow, task
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from prefect_tune.prefect_api.task_runs import quiet_tasks
-from prefect_tune.prefect_api.task_runs.quiet_tasks import RUN_TRIAL, quiet_inner_tasks
+from prefect_tune.prefect_api import task_runs
+from prefect_tune.prefect_api.task_runs import RUN_TRIAL, quiet_inner_tasks
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -79,8 +79,8 @@ def test_events_that_a_server_does_not_take_are_one_line_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, times = logging.getLogger("prefect._internal.concurrency"), iter((1000.0, 1059.0, 1061.0))
-    monkeypatch.setattr(quiet_tasks, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    monkeypatch.setitem(quiet_tasks._last_logged, "seconds", 0.0)  # another test of this process may have logged one
+    monkeypatch.setattr(task_runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setitem(task_runs._last_logged, "seconds", 0.0)  # another test of this process may have logged one
     with quiet_inner_tasks(), caplog.at_level(logging.ERROR, logger=service.name):
         for _ in range(3):
             service.error("Service %r failed to process item %r", "EventsWorker", "Event(\n" * 14)

@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
 from prefect.states import Cancelled
 
-from prefect_tune.prefect_api.task_runs import short_task_run
-from prefect_tune.prefect_api.task_runs.short_task_run import run_here, run_to_state
+from prefect_tune.prefect_api import task_runs
+from prefect_tune.prefect_api.task_runs import run_here, run_to_state
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 _RECORDED_WITHIN_SECONDS = 60
@@ -120,6 +120,6 @@ def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: 
 def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(short_task_run, "_create", None)
+    monkeypatch.setattr(task_runs, "_create", None)
     _, child = call("outer").split()
     assert recorded(child)[1] == ["Pending", "Running", "Completed"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.stores.locations.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, write
 
 

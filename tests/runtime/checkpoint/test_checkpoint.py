@@ -23,7 +23,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Inva
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
-from prefect_tune.stores.locations.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in
 

@@ -14,7 +14,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
-from prefect_tune.stores.locations.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, read_uri
 from prefect_tune.tasks.checkpoints import restore_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in, write

@@ -18,7 +18,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.arrow.arrow_store import ArrowStore, open_fsspec
+from prefect_tune.stores.arrow_store import ArrowStore, open_fsspec
 from prefect_tune.stores.create_lock import one_at_a_time
 from prefect_tune.stores.deadline import Deadline
 from tests.fakes.servers.s3_sink import Fault, S3Sink

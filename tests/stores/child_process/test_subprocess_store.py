@@ -22,10 +22,10 @@ from prefect_tune.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.locations.open_location import fsspec_store
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.open_location import fsspec_store
+from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.stores.racers import winners
 from tests.fakes.stores.slow_stores import HangsInConstructor, MoodyStore
 from tests.stores.contract import StoreContract
@@ -181,14 +181,14 @@ def test_closing_ends_an_operation_under_way(tmp_path: Path) -> None:
 def test_a_child_does_not_import_prefect(tmp_path: Path) -> None:
     with _moody(tmp_path) as store:
         modules = store.read("modules").decode().splitlines()
-    assert "prefect_tune.stores.posix.posix_store" in modules
+    assert "prefect_tune.stores.posix_store" in modules
     assert not {"prefect", "pyarrow", "pydantic"} & set(modules)
 
 
 ORPHAN = """
 import sys
 from functools import partial
-from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import IsolatedStore
 from tests.fakes.stores.slow_stores import MoodyStore
 store = IsolatedStore(partial(MoodyStore, sys.argv[1]), children_max=1)
 print(store.read("pid").decode(), flush=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.stores.local import folder_ownership
-from prefect_tune.stores.local.folder_ownership import why_not_own
+from prefect_tune import trust
+from prefect_tune.trust import why_not_own
 
 OTHER = 4242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can give files away")
@@ -36,7 +36,7 @@ def test_a_folder_that_only_its_user_can_write_to_is_their_own(root: Path) -> No
 @pytest.mark.parametrize("below", ["..", ".", "e", "e/journal", "e/journal/1.json"])
 @pytest.mark.parametrize("bits", [0o020, 0o002])
 def test_what_others_can_write_is_not(root: Path, below: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)
+    monkeypatch.setattr(trust, "_is_private_group", lambda *_: False)
     place = root / below
     place.chmod(place.stat().st_mode | bits)
     assert looked_at(root).startswith(f"{place.resolve()} can be written by others (")
@@ -100,17 +100,17 @@ def test_a_mount_that_makes_up_owners_is_not_ones_own(
     other = f"20 1 8:999 / /mnt rw - {'ext4' if not is_own else 'cifs'} /dev/sdz rw\n"
     ours = f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} bucket rw\n"
     table.write_text(other + ours)
-    monkeypatch.setattr(folder_ownership, "_MOUNTS", table)
+    monkeypatch.setattr(trust, "_MOUNTS", table)
     assert (looked_at(root) == "") is is_own
     assert is_own or f"is on a mount of type {kind}, which does not show which other users can write" in looked_at(root)
-    monkeypatch.setattr(folder_ownership, "_MOUNTS", root / "gone")
+    monkeypatch.setattr(trust, "_MOUNTS", root / "gone")
     assert not looked_at(root)
 
 
 @pytest.fixture
 def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
     """Make a group this user's private one: root, which runs these tests, has none."""
-    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda _, group: group == OTHER)
+    monkeypatch.setattr(trust, "_is_private_group", lambda _, group: group == OTHER)
     return OTHER
 
 
@@ -149,10 +149,10 @@ def let_write(path: Path, user: int) -> None:
 
 def test_a_group_is_private_that_is_a_users_first_and_has_nobody_else() -> None:
     user = pwd.getpwnam("www-data")
-    assert folder_ownership._is_private_group(user.pw_uid, user.pw_gid)
-    assert not folder_ownership._is_private_group(0, 0)
-    assert not folder_ownership._is_private_group(user.pw_uid, 0)
-    assert not folder_ownership._is_private_group(pwd.getpwnam("nobody").pw_uid, user.pw_gid)
+    assert trust._is_private_group(user.pw_uid, user.pw_gid)
+    assert not trust._is_private_group(0, 0)
+    assert not trust._is_private_group(user.pw_uid, 0)
+    assert not trust._is_private_group(pwd.getpwnam("nobody").pw_uid, user.pw_gid)
     shared = pwd.getpwnam("nobody").pw_gid  # that of `_apt` and others, too
-    assert not folder_ownership._is_private_group(pwd.getpwnam("nobody").pw_uid, shared)
-    assert not folder_ownership._is_private_group(987654, user.pw_gid)
+    assert not trust._is_private_group(pwd.getpwnam("nobody").pw_uid, shared)
+    assert not trust._is_private_group(987654, user.pw_gid)

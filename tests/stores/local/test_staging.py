@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES, Piece
 from prefect_tune.core.checkpoints.commit import commit, reusable
-from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, About, Manifest, Piece
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
-from prefect_tune.core.recovery.restore import restore
+from prefect_tune.core.recovery import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.runtime.reported_directory import snapshot
+from prefect_tune.runtime.session import snapshot
 from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore

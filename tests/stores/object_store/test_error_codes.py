@@ -23,12 +23,10 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.stores.arrow.arrow_errors import as_arrow_error
+from prefect_tune.stores import obstore_store
+from prefect_tune.stores.arrow_store import as_arrow_error
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.object_store import obstore_store
-from prefect_tune.stores.object_store.error_codes import CODES, ErrorCode, Meaning
-from prefect_tune.stores.object_store.obstore_errors import Fault
-from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
+from prefect_tune.stores.obstore_store import CODES, ErrorCode, Fault, Meaning, ObstoreStore, client_times
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 
 _PASSES = (Meaning.PASSING, Meaning.UNKNOWN)

@@ -23,9 +23,9 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.object_store import obstore_store
-from prefect_tune.stores.object_store.obstore_store import ObstoreStore
+from prefect_tune.stores.obstore_store import ObstoreStore
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink
 from tests.fakes.stores.object_stores import Once, object_store, until

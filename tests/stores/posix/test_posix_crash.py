@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreUnavailable
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.stores.dying_store import Crash, Way
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.stores.contract import StoreContract

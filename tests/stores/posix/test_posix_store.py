@@ -23,9 +23,8 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
-from prefect_tune.stores.posix.syscalls import FileSystemCalls
-from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
+from prefect_tune.stores.posix_files import FileSystemCalls
+from prefect_tune.stores.posix_store import PosixStore, Sweeps, make_root
 from tests.stores.contract import StoreContract
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
@@ -363,7 +362,7 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix_store import PosixStore, make_root
 os.setgid(65534); os.setuid(65534)
 store = PosixStore(Path(sys.argv[1]))
 acts = [

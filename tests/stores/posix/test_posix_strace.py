@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 
 pytestmark = pytest.mark.skipif(
     shutil.which("strace") is None, reason="strace is not installed (apt-get install strace)"

@@ -16,7 +16,7 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import experiment_state
-from prefect_tune.tasks.public import ownership, save_checkpoint
+from prefect_tune.tasks.public import checkpoints, ownership
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import write
 
@@ -86,7 +86,7 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     calls = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
     identity: Callable[[], Owner] = calls.owner
     monkeypatch.setattr(ownership, "this_writer", identity)
-    monkeypatch.setattr(save_checkpoint, "task_run", _TaskRun(calls))
+    monkeypatch.setattr(checkpoints, "task_run", _TaskRun(calls))
     yield calls
     del BUCKETS[name]
 

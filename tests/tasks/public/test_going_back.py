@@ -6,7 +6,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import history
 from tests.fakes.checkpoints import files_in

@@ -11,15 +11,14 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.earlier_owners import earlier_owners
-from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
 from prefect_tune.core.journal_events.experiment_events import TrialAdded
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.operations.quarantine import quarantine
+from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.tasks.commit_entry import commit_entry
-from prefect_tune.tasks.existing_experiment import read_undamaged
-from prefect_tune.tasks.public import attempts, ownership, save_checkpoint
+from prefect_tune.tasks.commit_worker import commit_entry
+from prefect_tune.tasks.experiment_state import read_undamaged
+from prefect_tune.tasks.public import checkpoints, ownership, trials
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
@@ -199,9 +198,9 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
     def overtaken() -> None:
         raise pt.SaveOvertaken("trial 't' was changed")
 
-    monkeypatch.setattr(attempts, "_TRIES", 3)
+    monkeypatch.setattr(trials, "_TRIES", 3)
     with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
-        attempts.trying_again(overtaken)
+        trials.trying_again(overtaken)
 
 
 def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(caller: Caller) -> None:
@@ -228,10 +227,10 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         quarantine(caller.bucket, folder, {first: "bad"}, Stamp(write_id="guest", at="now"), side_by_side=map)
         return commit_entry(*arguments)
 
-    caller.patch.setattr(save_checkpoint, "commit_entry", quarantining)
+    caller.patch.setattr(checkpoints, "commit_entry", quarantining)
     with pytest.raises(Crash):
         caller.save(2)
-    caller.patch.setattr(save_checkpoint, "commit_entry", commit_entry)
+    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
     assert tries == [0, 1]
     overtaken, saved_again = sorted(_sequences(caller, step=2))

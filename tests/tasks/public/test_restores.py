@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.tasks.public import restore_checkpoint, similar_names
+from prefect_tune.tasks.public import arguments, checkpoints
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
 from tests.tasks.public.test_checkpoints import spoil
@@ -18,7 +18,7 @@ NEWEST_ONLY = pt.Retention(last=1)
 
 def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
     """After each read of the journal by a restore, the owner saves a step and deletes the earlier ones."""
-    look = restore_checkpoint._trial_at
+    look = checkpoints._trial_at
 
     def meanwhile(asked: Any) -> Any:
         found = look(asked)
@@ -26,7 +26,7 @@ def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
             caller.save(steps.pop(0), retention=NEWEST_ONLY)
         return found
 
-    caller.patch.setattr(restore_checkpoint, "_trial_at", meanwhile)
+    caller.patch.setattr(checkpoints, "_trial_at", meanwhile)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_target_whose_experiments_cannot_be_listed_restores_nothing_without_a_
 
     caller.save(1)
     caller.experiment = "E"
-    caller.patch.setattr(similar_names, "experiment_names", refused)
+    caller.patch.setattr(arguments, "experiment_names", refused)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         assert caller.restore() is None
     assert warnings_of(caplog) == []
@@ -115,7 +115,7 @@ def test_a_step_that_retention_deletes_meanwhile_is_not_found(caller: Caller) ->
 
 
 def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_so(caller: Caller) -> None:
-    caller.patch.setattr(restore_checkpoint, "_TRIES", 3)
+    caller.patch.setattr(checkpoints, "_TRIES", 3)
     caller.save(1)
     train_on_after_each_look(caller, list(range(2, 9)))
     with pytest.raises(pt.CheckpointNotFound, match="3 times its run deleted the checkpoint during the download"):
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
     def refused(*_: object, **__: object) -> None:
         raise pt.StoreRefused("read only")
 
-    caller.patch.setattr(restore_checkpoint, "quarantine", refused)
+    caller.patch.setattr(checkpoints, "quarantine", refused)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         restored = caller.restore()
     assert restored is not None

@@ -14,7 +14,7 @@ from prefect.logging import disable_run_logger
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load
-from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix_store import PosixStore
 from tests.tasks.public.conftest import Caller
 from tests.trainables.counting import Counting
 

@@ -11,8 +11,7 @@ import pytest
 
 from prefect_tune.core.journal_events.experiment_events import TrialAdded
 from prefect_tune.core.messages.stop_requests import StopRequest
-from prefect_tune.tuner.stopping.send_stop_request import stop
-from prefect_tune.tuner.stopping.stop_handling import Outside, Stopping
+from prefect_tune.tuner.stopping import Outside, Stopping, stop
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy

@@ -22,38 +22,39 @@ Never: a manifest before all its blobs were seen on the target; a second manifes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
-from typing import Protocol, TypeVar
 
-from prefect_tune.core.checkpoints.chunking import FileStat, Piece, Source, blob_digest, groups, pieces
 from prefect_tune.core.checkpoints.manifest import (
     About,
     BlobRef,
     ChunkRef,
     FileRef,
+    FileStat,
     Manifest,
+    Piece,
+    Source,
+    blob_digest,
     decode_manifest,
     encode_manifest,
+    groups,
+    pieces,
 )
-from prefect_tune.core.checkpoints.reverification import Reverification, Unverified, due_reads, verify_read
-from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core.checkpoints.verified_reads import NoSink, Read, fetch, reads
+from prefect_tune.core.errors import (
+    AlreadyCommitted,
+    AlreadyExists,
+    CheckpointCorrupt,
+    DeadlineExceeded,
+    StoreRefused,
+    StoreUnavailable,
+)
 from prefect_tune.core.models import Digest, digest_of
-from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import as_read_back, read_document
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import ObjectStore
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
-
-
-class ParallelMap(Protocol):
-    """`map`, or a thread pool's `map`: runs independent reads and writes, in parallel where it is a pool's."""
-
-    def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +293,71 @@ def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manif
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
         return there  # an earlier try of this same save, which found other blobs to reuse
     return manifest
+
+
+# Read reused blobs back, each once in a fixed number of commits, so that none is reused for ever on its size alone.
+#
+# A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would spoil every later
+# checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before its
+# first commit. After that each commit verifies, of the blobs that it shares with the checkpoint before it, those whose
+# turn it is, and all other blobs that it reuses: an interrupted save left these, or older content has come back.
+
+_HASH_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reverification:
+    """Which reused blobs a commit reads back: each blob once in `every` consecutive commits."""
+
+    turn: int
+    """The number of commits that the attempt has made before this one."""
+    every: int
+    """At least 1; with 1 every commit reads back all reused blobs."""
+
+    def is_due(self, path: str) -> bool:
+        """Return whether it is the turn of the blob at `path`."""
+        place = int(digest_of(path.encode())[:_HASH_DIGITS], 16)
+        return place % self.every == self.turn % self.every
+
+
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """A blob that failed verification, and must not be reused."""
+
+    path: str
+    why: str
+    is_damaged: bool
+    """Whether its bytes are missing or altered; otherwise they could not be read."""
+
+
+def due_reads(manifest: Manifest, shared: Collection[str], reverification: Reverification) -> Sequence[Read]:
+    """Return the reads that verify the reused blobs of `manifest` that are due.
+
+    `shared` are the blobs of the checkpoint before it. A blob with the save's own sequence is not verified: this
+    save, or an earlier try of it, has sent it.
+    """
+    due = {
+        index
+        for index in range(len(manifest.blobs))
+        if blob_sequence(path := manifest.blob_path(index)) < manifest.sequence
+        and (path not in shared or reverification.is_due(path))
+    }
+    return [read for read in reads(manifest) if read.blob in due]
+
+
+def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> Unverified | None:
+    """Read the chunks of one request back; return None if all match their digests.
+
+    A blob that cannot be read is not reused either: its bytes are sent again, with the same writes that any commit
+    needs.
+
+    Raises:
+        DeadlineExceeded: no time is left to send the bytes again.
+    """
+    try:
+        fetch(store, manifest, read, NoSink())
+    except DeadlineExceeded:
+        raise
+    except (CheckpointCorrupt, StoreUnavailable, StoreRefused) as error:
+        return Unverified(manifest.blob_path(read.blob), str(error), is_damaged=isinstance(error, CheckpointCorrupt))
+    return None

@@ -20,10 +20,9 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
-from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, numbered
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 
 _TRIES = 1000  # each lost race is another writer's success; the store's deadline ends the loop earlier
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefect_tune.core.checkpoints.chunking import BLOB_BYTES
-from prefect_tune.core.checkpoints.manifest import ChunkRef, Manifest
+from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, ChunkRef, Manifest, Piece, Source
 from prefect_tune.core.errors import CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.models import digest_of
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+
+__all__ = [
+    "has_same_files",
+]
 
 
 class Sink(Protocol):
@@ -116,3 +119,35 @@ def _verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
                 f"found {found[:12]}… ({wanted.chunk.length} bytes)"
             )
     return data
+
+
+# Compare a directory with a committed checkpoint.
+
+
+def has_same_files(manifest: Manifest, source: Source, *, side_by_side: ParallelMap = map) -> bool:
+    """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
+
+    It reads the directory, and nothing from the target.
+
+    Raises:
+        StagedFilesChanged: a file is shorter now than when it was listed.
+    """
+    sizes = {file.path: file.size_bytes for file in source.files}
+    if sizes != {file.path: file.size_bytes for file in manifest.files}:
+        return False
+    if set(source.empty_directories) != set(manifest.empty_directories):
+        return False
+    return all(side_by_side(lambda wanted: _is_chunk(source, *wanted), _chunks(manifest, source)))
+
+
+def _chunks(manifest: Manifest, source: Source) -> Iterator[tuple[Piece, ChunkRef]]:
+    indexes = {file.path: index for index, file in enumerate(source.files)}
+    for file in manifest.files:
+        for offset, chunk in file.placed_chunks():
+            yield Piece(indexes[file.path], offset, chunk.length), chunk
+
+
+def _is_chunk(source: Source, piece: Piece, chunk: ChunkRef) -> bool:
+    buffer = memoryview(bytearray(piece.length))
+    source.read_into(piece, buffer)
+    return digest_of(buffer) == chunk.digest

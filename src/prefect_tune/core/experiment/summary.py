@@ -4,26 +4,200 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, cast, get_args
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.ranking import ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal_events.experiment_events import Cloned, Entry, Event, Reported, Started, events_in
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
+if TYPE_CHECKING:
+    from prefect_tune.core.journal_events.experiment_events import CheckpointRef
+
 __all__ = [
+    "Curves",
+    "Losses",
+    "Scope",
     "best_first",
+    "best_label",
     "best_of",
+    "best_saved",
     "counted",
+    "curve",
+    "front",
     "is_search",
     "kind_of",
+    "losses_in",
     "named",
     "objective_in",
+    "ranked",
+    "scored",
     "shown_settings",
+    "smallest_first",
     "trial_named",
+    "valid_scope",
 ]
+
+
+# Rank trials: by their last report wherever one is called the best, by other reports only where a scope is given.
+#
+# The last report is that of the newest checkpoint, which `Results.checkpoint` and `export` return; the best of all
+# reports favours noisy and long trials, may not be saved, and is known only from the learning curves. Checkpoints are
+# ranked by the report that they were saved with: `best_saved`, for retention too.
+
+Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
+"""The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
+
+Losses: TypeAlias = tuple[float, ...]
+"""One number for each metric, smaller is better."""
+_Key = TypeVar("_Key")
+
+
+def best_label(objective: Objective) -> str:
+    """Return what the best trial is called where people read it; of several metrics it names the one that decides."""
+    return "best by last report" if len(objective.metrics) == 1 else f"best {objective.metrics[0]} by last report"
+
+
+def valid_scope(scope: Scope) -> Scope:
+    """Return `scope`. Raises `InvalidInput` if it is none."""
+    if scope in get_args(Scope):
+        return scope
+    raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
+
+
+def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
+    """Return a trial's score from the metrics of its reports; None where no report has all metrics.
+
+    A report that lacks a metric, or has a text in its place, is skipped; with scope `last` the result is None
+    if the last report is such a one.
+    """
+    found = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
+    if not found:
+        return None
+    match scope:
+        case "last":
+            return losses_in(curve[-1], objective)
+        case "all":
+            return min(found)
+        case "avg":
+            return _mean(found)
+        case "last-5-avg":
+            return _mean(found[-5:])
+        case "last-10-avg":
+            return _mean(found[-10:])
+        case _:
+            assert_never(scope)
+
+
+def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
+    """Return the objective's metrics, so that smaller is better; None where one is missing or no number."""
+    try:
+        return objective.losses(metrics, "the report")
+    except BadMetric:
+        return None
+
+
+def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
+    """Return the trials that can be compared by their last reports, best first; of equals, the one proposed first.
+
+    But a trial that inherits its last report comes after equal ones that made theirs. `trials` are in the order in
+    which they were proposed. Without an objective the result is empty.
+    """
+    if objective is None:
+        return []
+    in_order = sorted(trials, key=lambda each: each.inherits)
+    return smallest_first((each, losses_in(each.metrics, objective)) for each in in_order)
+
+
+def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_Key, Losses]]:
+    """Return the pairs that have losses, best first; of equals, the one that comes first in `scores`."""
+    compared = [(key, losses) for key, losses in scores if losses is not None]
+    return sorted(compared, key=lambda pair: pair[1])
+
+
+def best_saved(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
+    """Return the checkpoints whose report has the metrics, best first; of equals, the one that comes first."""
+    return [each for each, _ in smallest_first((each, losses_in(each.metrics, objective)) for each in checkpoints)]
+
+
+def _mean(found: Sequence[Losses]) -> Losses:
+    return tuple(sum(column) / len(found) for column in zip(*found, strict=True))
+
+
+def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
+    """Return the keys of the Pareto front: no other is at least as good in every metric and better in one.
+
+    Equal ones are all on it. Sorted by the first metric, best first.
+    """
+    kept: list[tuple[_Key, Losses]] = []
+    for key, losses in smallest_first(scores):  # one that dominates it comes before it
+        if not any(_dominates(other, losses) for _, other in kept):
+            kept.append((key, losses))
+    return [key for key, _ in kept]
+
+
+def _dominates(one: Losses, other: Losses) -> bool:
+    return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
+
+
+# Learning curves of one trial, or of all trials, from the journal of an experiment.
+
+
+def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
+    """Return the curve of a trial, as `Curves` does, from its own journal or, if it has none, the experiment's."""
+    curves = Curves()
+    for event in (event for entry in entries for event in entry.events):
+        if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # keeps this trial's reports only
+            curves.tell_event(event)
+    return curves.of(trial)
+
+
+class Curves:
+    """The reports of every trial, one for each step; for a step that was trained again, the later report.
+
+    The curve of a trial that was cloned into begins with the clone's step.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[str, dict[int, StepReport]] = {}
+        self._report_count = 0
+
+    def tell(self, entry: Entry) -> None:
+        """Add the reports of the next entry."""
+        for event in entry.events:
+            self.tell_event(event)
+
+    def tell_event(self, event: Event) -> None:
+        """Add the reports of the next event."""
+        for each in events_in(event):
+            self._tell(each)
+
+    @property
+    def report_count(self) -> int:
+        """How many reports were added so far, repeated steps included."""
+        return self._report_count
+
+    def of(self, trial: str) -> Sequence[StepReport]:
+        """Return the curve of a trial, by step; empty where it has no report."""
+        reports = self._reports.get(trial, {})
+        return [reports[step] for step in sorted(reports)]
+
+    def _tell(self, event: Event) -> None:
+        match event:
+            case Started(trial=trial, from_step=start) if trial in self._reports:
+                reports = self._reports[trial]
+                self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
+            case Cloned(trial=trial, checkpoint=copy):
+                report = StepReport(step=copy.step, metrics=copy.metrics, trained_seconds=copy.trained_seconds)
+                self._reports[trial] = {copy.step: report}
+            case Reported(trial=trial, report=report):
+                self._reports.setdefault(trial, {})[report.step] = report
+                self._report_count += 1
+            case _:
+                pass
 
 
 _HAS_SECRETS = "trial_job_variables"

@@ -23,16 +23,18 @@ Segments (`segments`) are a cache of this fold. Whatever does not follow from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     AlreadyExists,
     InvalidInput,
     JournalCorrupt,
+    ObjectNotFound,
     ResumeFailed,
     StoreRefused,
     StoreUnavailable,
@@ -40,7 +42,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, apply, following, nothing_yet
 from prefect_tune.core.experiment.segment_levels import begin_of, boundaries
-from prefect_tune.core.journal.read_entries import decode_entry, entries_after, read_if_there, read_listed
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.segments import (
     Segment,
     UnusableSegmentError,
@@ -52,26 +54,85 @@ from prefect_tune.core.journal.segments import (
     steps,
     write_due_segment,
 )
-from prefect_tune.core.journal_events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
-from prefect_tune.core.journal_events.journal_entry import Entry
+from prefect_tune.core.journal_events.experiment_events import (
+    Entry,
+    Event,
+    ExternalWriterEvent,
+    Opened,
+    Owner,
+    RemovalBegun,
+)
 from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.storage.conditional_create import create_or_recognize, require_conditional_create
-from prefect_tune.core.storage.documents import read_document, seal_and_read_back
-from prefect_tune.core.storage.layout import JournalKey, journal_key
-from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
+from prefect_tune.core.storage.layout import JournalKey, journal_key, number_in
+from prefect_tune.core.storage.object_store import (
+    Buffer,
+    ObjectStore,
+    ParallelMap,
+    create_or_recognize,
+    require_conditional_create,
+)
 
 __all__ = [
     "LoadedJournal",
     "append",
     "append_as_guest",
     "as_of",
+    "decode_entry",
+    "earlier_owners",
+    "entries_after",
     "entries_beyond",
     "history",
     "load",
     "next_entry",
     "read",
+    "read_if_there",
+    "read_listed",
     "take_over",
+    "trial_today",
 ]
+
+
+# Read the entries of a journal by their numbers, and verify each one.
+
+
+def entries_after(
+    store: ObjectStore, key: JournalKey, beyond: int, side_by_side: ParallelMap
+) -> Iterable[tuple[Entry, Buffer]]:
+    """Yield the entries after `beyond`, read by number up to the first absent one: a stale listing hides none."""
+    folder = key.entries
+    listed = store.list(folder, after=key.entry_path(beyond) if beyond else "")
+    last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
+    # Lazily: a foreign file named like the ten-billionth entry must not make a list of ten billion paths.
+    paths = (key.entry_path(number) for number in range(beyond + 1, last + 1))
+    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+        yield decode_entry(data, path), data
+    while (late := read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
+        yield decode_entry(late, path), late
+
+
+def read_listed(store: ObjectStore, path: str) -> Buffer:
+    """Return the bytes of an entry that must exist; raise JournalCorrupt where it does not."""
+    if (data := read_if_there(store, path)) is None:
+        raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
+    return data
+
+
+def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
+    """Return an entry's bytes; None where there is no object; raise JournalCorrupt where it is too large for one."""
+    try:
+        return read_document(store, path, JournalCorrupt)
+    except ObjectNotFound:
+        return None
+
+
+def decode_entry(data: Buffer, path: str) -> Entry:
+    """Return the entry of that path; raise JournalCorrupt where it is damaged, or has another number."""
+    entry = unseal(Entry, data, path, JournalCorrupt)
+    if entry.number != number_in(path.rpartition("/")[0], path):
+        raise JournalCorrupt(f"{path}: holds entry {entry.number}")
+    return entry
+
 
 _RACES = 16
 
@@ -391,3 +452,47 @@ def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
         f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. "
         "Stop here: it continues there, and every committed checkpoint is kept"
     )
+
+
+# The owners of a journal's earlier terms.
+
+
+def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelMap) -> Sequence[Owner]:
+    """Return the owners before the present one, oldest first.
+
+    Terms increase along the journal, so each is found by bisection: some log(entries) reads for each earlier term.
+
+    Raises:
+        JournalCorrupt: an entry is missing or altered.
+    """
+    key = experiment.key
+
+    @cache
+    def entry(number: int) -> Entry:
+        path = key.entry_path(number)
+        return decode_entry(read_listed(store, path), path)
+
+    def owner_of(epoch: int) -> Owner | None:
+        before = range(1, experiment.opened_at)
+        opening = entry(before[bisect_left(before, epoch, key=lambda number: entry(number).epoch)])
+        return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
+
+    return [owner for owner in side_by_side(owner_of, range(1, experiment.epoch)) if owner is not None]
+
+
+# Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.
+
+
+def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: ParallelMap) -> Trial:
+    """Return the trial's state in its own journal; `known` where it has none, or none yet.
+
+    Its `past` is that of `known`: decisions are in the experiment's journal.
+
+    Raises:
+        JournalCorrupt, UnknownVersion: as `load`.
+    """
+    if not known.apart:
+        return known
+    own = JournalKey(experiment=experiment, trial=known.trial)
+    found = load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)
+    return found.model_copy(update={"past": known.past})

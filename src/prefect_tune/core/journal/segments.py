@@ -23,9 +23,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.segment_levels import begin_of, is_boundary
-from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import Digest, canonical_json, digest_of, parse
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, Document, read_document, seal, upgraded, verified

@@ -7,17 +7,11 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.journal_events.event_fields import (
+from prefect_tune.core.journal_events.trial_events import (
+    AttemptEnded,
     Cause,
     CheckpointRef,
     Claim,
-    ForkOrigin,
-    Lesson,
-    Owner,
-    QuarantinedCheckpoint,
-)
-from prefect_tune.core.journal_events.trial_events import (
-    AttemptEnded,
     Claimed,
     Cloned,
     Committed,
@@ -25,13 +19,17 @@ from prefect_tune.core.journal_events.trial_events import (
     ExternallyQuarantined,
     ExternalWriterEvent,
     Finished,
+    ForkOrigin,
     GaveUp,
     Inherited,
+    Lesson,
     OneTrialsEvent,
+    Owner,
     Paused,
     Pinned,
     Pruned,
     Quarantined,
+    QuarantinedCheckpoint,
     Questioned,
     Rebased,
     Reinstated,
@@ -45,6 +43,7 @@ from prefect_tune.core.journal_events.trial_events import (
     TrialEvent,
 )
 from prefect_tune.core.models import ExperimentName, Message, TrialId, Value
+from prefect_tune.core.storage.documents import Document
 
 __all__ = [
     "Absorbed",
@@ -59,6 +58,7 @@ __all__ = [
     "Committed",
     "Decided",
     "Described",
+    "Entry",
     "Event",
     "Extended",
     "ExternalWriterEvent",
@@ -244,3 +244,19 @@ Event: TypeAlias = Annotated[
 def events_in(event: Event) -> Sequence[Event]:
     """Return the events of a trial's own entry that `event` copies; for any other event, the event itself."""
     return event.events if isinstance(event, Absorbed) else (event,)
+
+
+# `Entry`: the document that a journal stores for each group of events; `core/journal` writes and reads it.
+
+
+class Entry(Document):
+    """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
+
+    format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
+    version: Literal[1] = 1
+    number: int
+    epoch: int
+    write_id: str
+    at: str
+    previous: str
+    events: tuple[Event, ...]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.journal_events.event_fields import Cause, CheckpointRef, Claim
-from prefect_tune.core.models import Message, StepReport, TrialId, Value
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import is_finite, is_number, shown
+from prefect_tune.core.models import Digest, ExperimentName, Message, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision
-from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.texts import is_unicode
 
 __all__ = [
+    "GO_ON",
     "AttemptEnded",
+    "Cause",
+    "CheckpointRef",
+    "Claim",
     "Claimed",
     "Cloned",
     "Committed",
@@ -21,13 +29,17 @@ __all__ = [
     "ExternalWriterEvent",
     "ExternallyQuarantined",
     "Finished",
+    "ForkOrigin",
     "GaveUp",
     "Inherited",
+    "Lesson",
     "OneTrialsEvent",
+    "Owner",
     "Paused",
     "Pinned",
     "Pruned",
     "Quarantined",
+    "QuarantinedCheckpoint",
     "Questioned",
     "Rebased",
     "Reinstated",
@@ -36,10 +48,187 @@ __all__ = [
     "Requeued",
     "Resumed",
     "Retired",
+    "Scalar",
     "Started",
     "TrialAdded",
     "TrialEvent",
+    "answer_to",
+    "default_of",
+    "valid_fields",
 ]
+
+
+# Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
+
+
+class Cause(StrEnum):
+    """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""
+
+    MACHINE = "machine"
+    """The machine, the worker or the target failed, not the trial."""
+    PREEMPTED = "preempted"
+    """The attempt was asked to stop, and stopped in order: no failure."""
+    USER = "user"
+    """The user's code raised."""
+    IMPORT = "import"
+    """The trainable could not be loaded: a retry does not help."""
+    OUT_OF_MEMORY = "out-of-memory"
+    """The kernel killed the process for using too much memory: a retry does not help."""
+    BAD_METRIC = "bad-metric"
+    """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
+    BAD_STOP = "bad-stop"
+    """The stop criterion needs a metric that it did not report: a retry does not help."""
+
+
+class Owner(Value):
+    """The process that opened a journal; messages of superseded owners name it."""
+
+    name: str
+    host: str
+    pid: int
+    flow_run: str | None = None
+    task_run: str | None = None
+    """The id of the task run, for an attempt that is one."""
+    by_hand: bool = False
+    """Whether a person resumed this run, so that it does not count as a restart after a crash."""
+    search_epoch: int = 0
+    """For a trial's own journal: the experiment's term in which the search started this attempt."""
+    attempt: int = 0
+    """For a trial's own journal: the number of the attempt that the search started."""
+
+    def is_behind(self, other: Owner) -> bool:
+        """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
+        mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
+        return self.search_epoch > 0 and mine < theirs
+
+    def __str__(self) -> str:
+        run = f", flow run {self.flow_run}" if self.flow_run else ""
+        return f"{self.name} (pid {self.pid} on {self.host}{run})"
+
+
+class CheckpointRef(Value):
+    """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention."""
+
+    step: int
+    sequence: int
+    metrics: Mapping[str, Any] = Field(default_factory=dict)
+    trained_seconds: float = 0.0
+    size_bytes: int = 0
+    pinned: bool = False
+
+
+class QuarantinedCheckpoint(Value):
+    """A checkpoint that is quarantined: not used, its bytes are kept; it can be reinstated or retired."""
+
+    checkpoint: CheckpointRef
+    since: int
+    """The number of the entry that quarantined it."""
+    reason: str
+
+
+class Claim(Value):
+    """A clone's claim to the bytes of one of the trial's checkpoints: they stay, retired or not, until its release."""
+
+    step: int
+    sequence: int
+    clone: CheckpointKey
+    """The checkpoint whose manifest refers to the bytes."""
+    journal: JournalKey
+    """The journal that records the clone as a checkpoint; see `Cloned`."""
+    epoch: int
+    """That journal's term when the clone was begun: only the owner of that term can make it a checkpoint."""
+
+
+class ForkOrigin(Value):
+    """The entry of another experiment's journal that a fork continues from."""
+
+    experiment: ExperimentName
+    number: int
+    digest: Digest
+
+    def __str__(self) -> str:
+        return f"experiment {self.experiment!r} as of entry {self.number}"
+
+
+class Lesson(Value):
+    """A finished trial of another experiment, for the warm start of a search; it is not trained again."""
+
+    trial: TrialId
+    config: Mapping[str, object]
+    report: StepReport
+    """The trial's last report."""
+    stopped: bool = False
+    """Whether a scheduler ended it."""
+
+
+# Questions to a person: a form of simple fields, each with a default or with choices, and its validation.
+
+Scalar: TypeAlias = bool | int | float | str
+GO_ON: Mapping[str, object] = {"go_on": True}
+"""The fields of a question that has none of its own."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def valid_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of a question as JSON, after validating them.
+
+    Raises:
+        InvalidInput: there is no field, or a field's default is no truth value, number, text or list of texts.
+    """
+    if not fields:
+        raise InvalidInput("fields: a question needs one, such as {'go_on': True}")
+    return {name: _valid(name, value) for name, value in fields.items()}
+
+
+def _valid(name: object, value: object) -> object:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidInput(f"fields: {name!r}: expected a name made of letters, digits and underscores")
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(each, str) and is_unicode(each) for each in value):
+            return list(value)
+    elif isinstance(value, Scalar) and (is_unicode(value) if isinstance(value, str) else is_finite(value)):
+        return value
+    raise InvalidInput(
+        f"fields: {name!r}: expected its default (a truth value, a number, a text) or a list of texts to choose from, "
+        f"found {shown(value)}"
+    )
+
+
+def default_of(field: object) -> Scalar:
+    """Return the value of a field that is left unanswered."""
+    if isinstance(field, Sequence) and not isinstance(field, str):
+        return str(field[0])
+    return field if isinstance(field, Scalar) else str(field)
+
+
+def answer_to(fields: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Scalar]:
+    """Return an answer whose every field has a value.
+
+    Raises:
+        InvalidInput: `given` has a field that the question lacks, or a value that its field cannot have.
+    """
+    if unknown := sorted(set(given) - set(fields)):
+        raise InvalidInput(f"{', '.join(unknown)}: unknown field; the fields are {', '.join(fields)}")
+    return {name: _answered(name, field, given.get(name)) for name, field in fields.items()}
+
+
+def _answered(name: str, field: object, given: object) -> Scalar:
+    default = default_of(field)
+    if given is None:
+        return default
+    if isinstance(field, Sequence) and not isinstance(field, str):
+        if given in field:
+            return str(given)
+        raise InvalidInput(f"{name}: expected one of {', '.join(map(str, field))}, found {given!r}")
+    kind = type(default)
+    if kind is float and is_number(given):
+        return float(given)
+    if isinstance(given, Scalar) and type(given) is kind and (isinstance(given, str) or is_finite(given)):
+        return given
+    raise InvalidInput(f"{name}: expected {_KINDS[kind]}, found {shown(given)}")
+
+
+_KINDS: Mapping[type, str] = {bool: "yes or no", int: "a whole number", float: "a number", str: "a text"}
 
 
 class TrialEvent(Value):

@@ -15,10 +15,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal_events.experiment_events import StopAsked
 from prefect_tune.core.models import TrialId
-from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, request_path, requests_folder
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 
 __all__ = ["StopRequest", "ask", "delete_journaled", "is_journaled", "is_lost", "read_request", "stop_event"]
 

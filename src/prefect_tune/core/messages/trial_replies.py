@@ -9,10 +9,9 @@ from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
-from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 
 __all__ = ["UNASKED", "TrialReply", "answer", "answers_up_to", "read_answer", "take_back"]
 

@@ -20,6 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     AttemptEnded,
     Committed,
+    Entry,
     Event,
     Finished,
     GaveUp,
@@ -27,12 +28,10 @@ from prefect_tune.core.journal_events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.journal_events.journal_entry import Entry
 from prefect_tune.core.models import StepReport, Value, valid_name
-from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import number_in, numbered
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 
 Delivered = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""

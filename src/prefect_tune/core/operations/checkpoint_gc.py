@@ -10,15 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live
 from prefect_tune.core.journal_events.experiment_events import QuarantinedCheckpoint
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.recovery.stale_reads import OutdatedStateError, require_still_needed
+from prefect_tune.core.recovery import OutdatedStateError, read_manifest, require_still_needed
 from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
 
 Release: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
 """Called with a clone and its origin before the clone is deleted; returns the number of objects it deleted itself."""

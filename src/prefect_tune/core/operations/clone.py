@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import ParallelMap, publish
+from prefect_tune.core.checkpoints.commit import publish
 from prefect_tune.core.checkpoints.manifest import About, BlobRef, Manifest
 from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import (
@@ -47,11 +47,9 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
-from prefect_tune.core.recovery.adopt_saves import ref_of
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
+from prefect_tune.core.recovery import journal_of, read_manifest, ref_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 
 def newest_of(

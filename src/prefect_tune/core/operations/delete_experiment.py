@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -28,10 +27,9 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, load, read,
 from prefect_tune.core.journal_events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
-from prefect_tune.core.recovery.restore import read_manifest
-from prefect_tune.core.recovery.stale_reads import is_deletion
+from prefect_tune.core.recovery import is_deletion, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 _ROUNDS = 16
 _PARTS_OF_A_TRIALS_ENTRY = 5

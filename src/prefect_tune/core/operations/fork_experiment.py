@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, is_held, is_live
@@ -40,9 +39,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
-from prefect_tune.core.storage.conditional_create import require_conditional_create
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, require_conditional_create
 
 # A stop request that was not carried out by then was meant for the origin.
 _NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp

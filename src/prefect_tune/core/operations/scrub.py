@@ -1,31 +1,81 @@
-"""Scrub checkpoints: read them back to find damage, all of them or the share of a day.
-
-The share 1/7 splits the checkpoints of an experiment into seven parts by a hash of their names, and each day has its
-part: in each period of seven days, every checkpoint that exists all the while is in one. The parts are drawn anew for
-each period, so that runs once a week do not read the same part each time. No state is kept between runs. A run that
-runs out of time leaves the rest, and each day has an order of its own. An object that cannot be read does not stop it.
-"""
+"""Find damaged checkpoints by reading them back, all of them or a share a day, and quarantine or reinstate them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, live_keys
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_aside, is_live, live_keys
+from prefect_tune.core.journal.journal import append_as_guest, trial_today
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
-from prefect_tune.core.journal.trial_journal import trial_today
-from prefect_tune.core.models import digest_of
-from prefect_tune.core.recovery.restore import read_manifest, verify
-from prefect_tune.core.recovery.stale_reads import is_live_now
+from prefect_tune.core.journal_events.experiment_events import ExternallyQuarantined, ExternalWriterEvent, Reinstated
+from prefect_tune.core.models import Stamp, digest_of
+from prefect_tune.core.recovery import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+
+# Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
+#
+# The owner of a trial quarantines a checkpoint when it finds damage during a restore. A process that finds damage
+# at any other time writes an entry to the trial's journal as an external writer, as for a claim: the owner stays the
+# owner. From then on it neither restores the checkpoint nor reuses its blobs, nor those of any checkpoint as old:
+# they may share the damaged ones. The alternatives are worse: a request to the owner needs a running owner, and a
+# document of its own would be a second source of truth that every reader has to check.
+#
+# A running save may have reused blobs of the damaged checkpoint; it is not committed after the external entry
+# (`SaveOvertaken`), and its owner saves again. Nothing is deleted: the bytes stay until the trial retires the
+# checkpoint, so that it can be reinstated.
+
+
+def quarantine(
+    store: ObjectStore,
+    trial: TrialKey,
+    damaged: Mapping[CheckpointKey, str],
+    stamp: Stamp,
+    *,
+    side_by_side: ParallelMap,
+) -> Sequence[CheckpointKey]:
+    """Quarantine checkpoints of `trial`, each for the reason given; return those that are quarantined now.
+
+    One that was retired meanwhile is not among them. Idempotent.
+
+    Raises:
+        JournalCorrupt, UnknownVersion: as `load`.
+        StoreUnavailable, CommitUnknown: call again.
+    """
+
+    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+        found = trial_in(state, trial)
+        live = {key: reason for key, reason in damaged.items() if found and is_live(found, key)}
+        return [ExternallyQuarantined(trial=trial.trial, sequence=key.sequence, reason=live[key]) for key in live]
+
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
+    found = after.trials.get(trial.trial)
+    return [key for key in damaged if found and is_aside(found, key)]
+
+
+def reinstate(
+    store: ObjectStore, trial: TrialKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: ParallelMap
+) -> Sequence[CheckpointKey]:
+    """Reinstate quarantined checkpoints of `trial`; return those that are live now.
+
+    The caller has verified them. If one is the trial's newest, its next attempt starts from it.
+    Raises as `quarantine`.
+    """
+
+    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+        found = trial_in(state, trial)
+        return [Reinstated(trial=trial.trial, sequence=key.sequence) for key in keys if found and is_aside(found, key)]
+
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
+    found = after.trials.get(trial.trial)
+    return [key for key in keys if found and is_live(found, key)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
@@ -34,10 +33,9 @@ from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import claims_over, clear, settle
-from prefect_tune.core.recovery.stale_reads import OutdatedStateError, journal_of
-from prefect_tune.core.storage.conditional_create import ONE_WRITER
+from prefect_tune.core.recovery import OutdatedStateError, journal_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore, ParallelMap
 
 _WAITS = frozenset({Phase.PENDING, Phase.PAUSED})
 

@@ -2,20 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
+from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.schedulers.asha_brackets import Brackets
-from prefect_tune.core.schedulers.asha_promotion import PromotionSchedule
-from prefect_tune.core.schedulers.asha_stopping import StoppingSchedule
-from prefect_tune.core.schedulers.base import Schedule, Scheduler
-from prefect_tune.core.schedulers.common import is_count, is_number
-from prefect_tune.core.schedulers.rungs import ladder
+from prefect_tune.core.models import TrialId, plural
+from prefect_tune.core.schedulers.base import (
+    Continue,
+    Decision,
+    Pause,
+    Schedule,
+    Scheduler,
+    Stop,
+    TrialReport,
+    is_at_least,
+    is_count,
+    loss_of,
+    shown,
+)
+from prefect_tune.core.schedulers.rungs import Rung, RungEntry, ladder
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["ASHA"]
+__all__ = [
+    "ASHA",
+    "Brackets",
+    "Climb",
+    "Climbing",
+    "PromotionSchedule",
+    "StoppingSchedule",
+]
+
+
+# ASHA's brackets, and each trial's position on its ladder of rungs; shared by both variants.
+
+
+@dataclass(slots=True)
+class Climb:
+    """A trial's position: the rungs of its bracket, and the index of the highest it was compared at (-1: none)."""
+
+    rungs: Sequence[Rung]
+    reached: int = -1
+    stopped: Stop | None = None
+    paused: tuple[Rung, RungEntry] | None = None
+    """The rung and the place at which it is paused; None while it is not."""
+
+    def at(self, step: int) -> int:
+        """Return the index of the highest rung at or below `step`; -1 for none."""
+        return bisect_right(self.rungs, step, key=lambda rung: rung.step) - 1
+
+    def ahead(self, step: int) -> int | None:
+        """Return the step of the next rung after `step`; None at the end of the ladder."""
+        steps = (rung.step for rung in self.rungs[self.reached + 1 :])
+        return next((each for each in steps if each > step), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Brackets:
+    """Ladders of rungs; each trial is assigned to one."""
+
+    ladders: Sequence[Sequence[int]]
+    max_t: int
+    reduction_factor: float
+    seed: int
+    rungs: Sequence[Sequence[Rung]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rungs = [[Rung(step) for step in ladder] for ladder in self.ladders]
+        object.__setattr__(self, "rungs", rungs)
+
+    def enter(self, number: int) -> Climb:
+        """Assign trial `number` to a bracket, drawn so that all brackets train about the same number of steps."""
+        if len(self.rungs) == 1:
+            return Climb(self.rungs[0])
+        sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
+        ends = list(accumulate(sizes))
+        share = seeded_random.uniform(self.seed, "asha-bracket", number) * ends[-1]
+        return Climb(self.rungs[bisect_right(ends, share, hi=len(ends) - 1)])
+
+
+class Climbing(Schedule):
+    """Compares each trial once at each rung, by its report at the rung's step or the first one after it.
+
+    A report that passes several rungs at once counts at the highest of them only: at the lower ones it would be
+    compared with losses of earlier steps.
+    """
+
+    def __init__(self, brackets: Brackets, objective: Objective) -> None:
+        self._brackets = brackets
+        self._objective = objective
+        self._climbs: dict[TrialId, Climb] = {}
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        del config
+        if trial not in self._climbs:
+            self._climbs[trial] = self._brackets.enter(len(self._climbs))
+        self._climbs[trial].stopped = None
+
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        return self._climbs[trial].ahead(step) or max(self._brackets.max_t, step + 1)
+
+    def decide(self, report: TrialReport) -> Decision:
+        climb, step = self._climbs[report.trial], report.report.step
+        loss = loss_of(report, self._objective)
+        if step >= self._brackets.max_t:
+            return Stop(reason=f"step {step} of {self._brackets.max_t}", early=False)
+        index = climb.at(step)
+        if index <= climb.reached:
+            return self._again(climb)
+        climb.reached = index
+        return self._compared(report.trial, climb, loss)
+
+    @abstractmethod
+    def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
+        """Decide on a trial that has reached a rung for the first time."""
+
+    @abstractmethod
+    def _again(self, climb: Climb) -> Decision:
+        """Decide on a trial that repeats lost steps, up to a rung at which it was compared already."""
+
+
+# ASHA, stopping variant: a trial that is not among the best 1 / eta of those before it at a rung is stopped.
+
+
+class StoppingSchedule(Climbing):
+    """Stops a trial whose loss is above the 1 / eta quantile of those that reached the rung before it.
+
+    Decides as Ray's AsyncHyperBandScheduler does: the quantile is interpolated; the first trial at a rung, and one
+    that equals the quantile, continue.
+    """
+
+    def ended(self, trial: TrialId) -> None:
+        """Change nothing: the trial's losses at the rungs stay, for comparisons."""
+        del trial
+
+    def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
+        rung = climb.rungs[climb.reached]
+        cutoff, before = rung.cutoff(self._brackets.reduction_factor), len(rung.reached)
+        rung.admit(trial, loss)
+        if cutoff is None or loss <= cutoff:
+            return Continue()
+        judges = plural(before, "trial", "trials")
+        needed = f"needed {shown(cutoff, self._objective)} or better, judging by {judges} before it"
+        climb.stopped = Stop(reason=f"{shown(loss, self._objective)} at step {rung.step}: {needed}")
+        return climb.stopped
+
+    def _again(self, climb: Climb) -> Decision:
+        return climb.stopped or Continue()
+
+
+# ASHA, promotion variant: every trial pauses at each rung, and the best 1 / eta continue as slots become free.
+
+
+class PromotionSchedule(Climbing):
+    """Algorithm 2 of Li et al. 2020: a free slot goes to the highest rung with a promotable trial.
+
+    A trial that is promotable when it reaches the rung continues without a pause. When no new trial is available and
+    no trial is running, and none was ever promoted from a highest rung, the best trial of the highest rung with a
+    paused one is resumed, so that even a small search trains one trial to the end. Then paused trials are stopped.
+    """
+
+    def __init__(self, brackets: Brackets, objective: Objective) -> None:
+        super().__init__(brackets, objective)
+        rungs = [rung for bracket in brackets.rungs for rung in bracket]
+        self._highest_first = sorted(rungs, key=lambda rung: -rung.step)
+        self._running: set[TrialId] = set()
+        self._no_more = False
+        self._has_finalist = False
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        super().added(trial, config)
+        self._running.add(trial)
+        self._no_more = False
+
+    def resume_next(self) -> TrialId | None:
+        return self._promotable() or (None if self._has_finalist else self._best_of_the_highest_rung())
+
+    def resumed(self, trial: TrialId) -> None:
+        self._release(trial)
+        climb = self._climbs[trial]
+        self._has_finalist |= climb.reached == len(climb.rungs) - 1
+        self._running.add(trial)
+
+    def stop_next(self) -> tuple[TrialId, Stop] | None:
+        if self._running or not self._no_more or self.resume_next() is not None:
+            return None
+        rung = next((rung for rung in reversed(self._highest_first) if rung.paused), None)
+        if rung is None:
+            return None
+        return rung.paused[-1][2], Stop(reason=self._standing(rung, rung.paused[-1]))
+
+    def exhausted(self) -> None:
+        self._no_more = True
+
+    def ended(self, trial: TrialId) -> None:
+        self._release(trial)
+        self._running.discard(trial)
+
+    def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
+        self._release(trial)  # it reports, so it was not paused, even if the last answer to it was a pause
+        rung = climb.rungs[climb.reached]
+        place = rung.admit(trial, loss)
+        climb.paused = (rung, place)
+        rung.hold(place)
+        self._running.discard(trial)
+        if self._promotable() == trial:
+            self.resumed(trial)
+            return Continue()
+        return Pause(reason=self._standing(rung, place))
+
+    def _again(self, climb: Climb) -> Decision:
+        return Pause(reason=self._standing(*climb.paused)) if climb.paused else Continue()
+
+    def _release(self, trial: TrialId) -> None:
+        climb = self._climbs[trial]
+        if climb.paused:
+            rung, place = climb.paused
+            rung.release(place)
+            climb.paused = None
+
+    def _promotable(self) -> TrialId | None:
+        found = (rung.promotable(self._brackets.reduction_factor) for rung in self._highest_first)
+        return next((trial for trial in found if trial), None)
+
+    def _best_of_the_highest_rung(self) -> TrialId | None:
+        if self._running or not self._no_more:
+            return None
+        return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
+
+    def _standing(self, rung: Rung, place: RungEntry) -> str:
+        """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
+        promoted = plural(rung.quota(self._brackets.reduction_factor), "is promoted", "are promoted")
+        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted}"
+        return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +273,7 @@ class ASHA(Scheduler):
     variant: Literal["stopping", "promotion"] = "stopping"
 
     def __post_init__(self) -> None:
-        numbers = is_count(self.max_t, 1) and is_count(self.grace_period, 1) and is_number(self.reduction_factor, 2)
+        numbers = is_count(self.max_t, 1) and is_count(self.grace_period, 1) and is_at_least(self.reduction_factor, 2)
         if not (numbers and self.grace_period <= self.max_t):
             raise InvalidInput(
                 f"{self}: expected 1 <= grace_period <= max_t, in whole steps, and reduction_factor >= 2"

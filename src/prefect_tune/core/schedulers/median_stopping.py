@@ -19,8 +19,10 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
+    is_count,
+    loss_of,
+    shown,
 )
-from prefect_tune.core.schedulers.common import is_count, loss_of, shown
 from prefect_tune.core.search.objective import Objective
 
 __all__ = ["MedianStopping"]

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 from pydantic import model_validator
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.metrics import is_finite, shown
 from prefect_tune.core.models import Value, metric_in
-from prefect_tune.core.numbers import is_finite, shown
 
 __all__ = ["UNNAMED", "Mode", "Objective", "objective_of", "usual_mode"]
 

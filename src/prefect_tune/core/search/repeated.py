@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import is_number
 from prefect_tune.core.models import StepReport, leaves
-from prefect_tune.core.numbers import is_number
 from prefect_tune.core.search.base import Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
 

@@ -9,16 +9,48 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, overload
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, domains_in, frozen
-from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
+from prefect_tune.core.metrics import is_number
+from prefect_tune.core.search.domains import (
+    Branch,
+    Choice,
+    Domain,
+    Float,
+    Grid,
+    Integer,
+    Normal,
+    Range,
+    SampleFrom,
+    domains_in,
+    frozen,
+)
 
-__all__ = ["Draw", "below", "option", "require_drawable", "resolve", "valid_space"]
+__all__ = [
+    "Draw",
+    "Found",
+    "Misfit",
+    "Missing",
+    "Point",
+    "Reading",
+    "agrees",
+    "below",
+    "fixed_by",
+    "holds",
+    "is_same",
+    "option",
+    "read",
+    "require_drawable",
+    "resolve",
+    "valid_points",
+    "valid_space",
+]
+
 
 Draw: TypeAlias = Callable[[str, Domain], float]
 """Draws a parameter by its name: a value of a range, or the index of an option of a choice or a grid."""
@@ -215,3 +247,158 @@ def _value(returned: object, where: str) -> object:
             "and compute from that"
         )
     return value
+
+
+# Invert a space: find the draws that give a configuration, to replay earlier trials and to fix initial points.
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The draw, or the computed value, of a parameter: a value, or the index of an option."""
+
+    name: str
+    node: Domain | SampleFrom
+    drawn: object
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A part of the configuration that the space cannot give."""
+
+    name: str
+    expected: str
+    found: object
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A parameter that the configuration leaves out."""
+
+    name: str
+
+
+Reading: TypeAlias = Found | Misfit | Missing
+
+_MISFIT = 2
+_DISTANCE: Mapping[type[Reading], int] = {Found: 0, Missing: 1, Misfit: _MISFIT}
+
+
+def read(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[Reading]:
+    """Yield a reading of `config`, which may be of another space, for each part of a valid `space`.
+
+    For a choice the first option that gives exactly this value is taken; else the first that gives all that is there.
+    """
+    return _object(space, config, "")
+
+
+def agrees(node: object, value: object) -> bool:
+    """Return whether this part of a space can give `value`, which may leave parameters out."""
+    return not any(isinstance(each, Misfit) for each in _read(node, value, ""))
+
+
+def holds(value: object, part: object) -> bool:
+    """Return whether a JSON value equals `part`, except that its objects may have more keys."""
+    if isinstance(value, Mapping) and isinstance(part, Mapping):
+        return all(key in value and holds(value[key], part[key]) for key in part)
+    if isinstance(value, list | tuple) and isinstance(part, list | tuple):
+        return len(value) == len(part) and all(map(holds, value, part))
+    return is_same(value, part)
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return whether two JSON values are equal: 1 equals 1.0, and not true."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return isinstance(one, bool) is isinstance(other, bool) and one == other
+
+
+def _read(node: object, value: object, name: str) -> Iterator[Reading]:
+    match node:
+        case dict() if isinstance(value, Mapping):
+            yield from _object(node, value, name)
+        case list() if isinstance(value, list | tuple) and len(value) == len(node):
+            for index, child in enumerate(node):
+                yield from _read(child, value[index], below(name, index))
+        case Choice() | Grid():
+            yield from _branch(node, value, name)
+        case Float() | Integer() | Normal():
+            yield _number(node, value, name)
+        case SampleFrom():
+            yield Found(name, node, value)
+        case _:  # a constant, or a value of another JSON type
+            if not is_same(node, value):
+                yield Misfit(name, repr(node), value)
+
+
+def _object(node: Mapping[str, object], value: Mapping[str, object], name: str) -> Iterator[Reading]:
+    for key, child in node.items():
+        if key in value:
+            yield from _read(child, value[key], below(name, key))
+        else:
+            yield Missing(below(name, key))
+    for key in value:
+        if key not in node:
+            yield Misfit(below(name, key), f"one of {sorted(node)}", value[key])
+
+
+def _number(node: Range, value: object, name: str) -> Reading:
+    if not is_number(value) or not node.contains(value):
+        return Misfit(name, repr(node), value)
+    return Found(name, node, int(value) if isinstance(node, Integer) else float(value))
+
+
+def _branch(node: Branch, value: object, name: str) -> Iterator[Reading]:
+    readings = [list(_read(each, value, option(name, index))) for index, each in enumerate(node.options)]
+    distances = [_distance(each) for each in readings]
+    nearest = min(distances)
+    if nearest == _MISFIT:
+        yield Misfit(name, repr(node), value)
+    else:
+        index = distances.index(nearest)
+        yield Found(name, node, index)
+        yield from readings[index]
+
+
+def _distance(readings: list[Reading]) -> int:
+    """Return 0 for an exact match, 1 if a parameter is left out, 2 if a part does not fit."""
+    return max((_DISTANCE[type(each)] for each in readings), default=0)
+
+
+# Initial points: configurations of the user that a search tries first.
+
+Point = Mapping[str, object]
+
+
+def valid_points(points: Sequence[Point]) -> tuple[dict[str, object], ...]:
+    """Return a copy of `points_to_evaluate` as plain JSON.
+
+    Raises:
+        InvalidInput: a point is not an object of plain values.
+    """
+    return tuple(_point(each, index) for index, each in enumerate(points))
+
+
+def fixed_by(point: Point, space: Mapping[str, object]) -> dict[str, object]:
+    """Return the values and option indexes that the point fixes, by the names of the parameters.
+
+    Raises:
+        InvalidInput: the point is outside of the space.
+    """
+    readings = list(read(space, point))
+    for each in readings:
+        if isinstance(each, Misfit):
+            raise InvalidInput(
+                f"points_to_evaluate: {each.name}: expected {each.expected}, found {each.found!r}, "
+                f"in {dict(point)!r}; correct the point, or widen the space"
+            )
+    return {each.name: each.drawn for each in readings if isinstance(each, Found)}
+
+
+def _point(point: object, index: int) -> dict[str, object]:
+    where = f"points_to_evaluate[{index}]"
+    copied = frozen(point, where)
+    if isinstance(copied, dict) and not any(domains_in(copied)):
+        return copied
+    raise InvalidInput(f"{where}: expected a configuration of plain values, found {point!r}")

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias, cast
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
 from prefect_tune.core.models import Json
 from prefect_tune.core.search import domains
-from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, frozen
-from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
+from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, frozen
 from prefect_tune.core.search.space import below, option, valid_space
 
 __all__ = ["FunctionLoader", "space_from_json", "space_to_json"]

@@ -23,12 +23,16 @@ The page says what each object is. The paths of results are built in `result_fil
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator
 
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.models import Digest, Value, valid_name
-from prefect_tune.core.storage.object_store import is_inside, is_too_long
+from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
+from prefect_tune.core.texts import did_you_mean
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -217,3 +221,56 @@ def blob_sequence(path: str) -> int:
     """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
     sequence = path.rpartition("-")[2]
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
+
+
+# Paths of an experiment's result files: Parquet, one for each kind of rows, named by the journal's last entry.
+#
+# They are derived from the journal, and can be made again. So the file with the highest number counts, and those
+# with lower numbers are deleted.
+
+Rows: TypeAlias = Literal["trials", "reports"]
+
+
+def results_path(experiment: str, rows: Rows, number: int) -> str:
+    """Return the path of the results after entry `number` of the journal."""
+    return numbered(_folder(experiment, rows), number, "parquet")
+
+
+def delete_older_results(store: ObjectStore, experiment: str, rows: Rows, number: int) -> None:
+    """Delete result files with a number below `number`; other files in the folder stay."""
+    folder = _folder(experiment, rows)
+    listed = [each.path for each in store.list(folder)]
+    older = [path for path in listed if 0 < (number_in(folder, path, "parquet") or 0) < number]
+    if older:
+        store.delete(older)
+
+
+def _folder(experiment: str, rows: Rows) -> str:
+    return f"{valid_name(experiment)}/results/{rows}"
+
+
+# List the experiments on a target.
+
+
+def experiment_names(store: ObjectStore) -> Sequence[str]:
+    """Return the names of the experiments on `store`, sorted."""
+    return names_among(each.path for each in store.list(""))
+
+
+def names_among(paths: Iterable[str]) -> Sequence[str]:
+    """Return the names of the experiments of a target with these objects: the folders with a journal's first entry."""
+    listed = set(paths)
+    names = []
+    for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
+        with suppress(InvalidInput):  # a foreign folder: its name is no valid experiment name
+            if JournalKey(experiment=name).entry_path(1) in listed:
+                names.append(name)
+    return names
+
+
+def no_experiment(store: ObjectStore, name: str, uri: str) -> str:
+    """Return the message that `store`, at `uri`, has no experiment `name`, with a similar name if there is one."""
+    hint = ""
+    with suppress(TuneError):  # the listing only helps
+        hint = did_you_mean(name, experiment_names(store))
+    return f"there is no experiment {name!r} at {uri}{hint}"

@@ -11,7 +11,6 @@ except ModuleNotFoundError as error:
         "OptunaSearch and OptunaPruner need Optuna 5: pip install 'prefect-tune[optuna]'", name="optuna"
     ) from error
 
-from prefect_tune.integrations.optuna.pruner import OptunaPruner
-from prefect_tune.integrations.optuna.search import Constraints, OptunaSearch
+from prefect_tune.integrations.optuna.search import Constraints, OptunaPruner, OptunaSearch
 
 __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]

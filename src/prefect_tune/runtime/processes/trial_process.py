@@ -25,12 +25,12 @@ from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, BadStop
-from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
+from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
-from prefect_tune.runtime.message_stream import MalformedMessage
+from prefect_tune.runtime.message_stream import MalformedMessage, SupervisorConnection
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
@@ -44,7 +44,6 @@ from prefect_tune.runtime.processes.process_reset import (
 )
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
-from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
 
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")

@@ -23,7 +23,6 @@ from prefect_tune.core.checkpoints.artifact_index import (
     part_path,
     publish_index,
 )
-from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.exclude_patterns import is_excluded
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -34,7 +33,7 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.models import Digest, digest_of
-from prefect_tune.core.storage.object_store import ObjectStore, is_inside
+from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, is_inside
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NewType
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.stores.posix.syscalls import sync_folder
+from prefect_tune.stores.posix_files import sync_folder
 
 Seal = NewType("Seal", str)
 """A digest of a directory's names, sizes, modification times and inodes. Any write to it changes the seal."""

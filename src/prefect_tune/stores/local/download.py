@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES
-from prefect_tune.core.checkpoints.manifest import ChunkRef, FileRef, Manifest
+from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, ChunkRef, FileRef, Manifest
 from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.models import digest_of
-from prefect_tune.core.recovery.restore import restore
+from prefect_tune.core.recovery import restore
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, read_document
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
 from prefect_tune.stores.local.directories import fresh_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix.posix_errors import as_store_error
+from prefect_tune.stores.posix_files import as_store_error
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 from uuid import uuid4
 
-from prefect_tune.core.checkpoints.chunking import FileStat, Piece
-from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.checkpoints.comparison import has_same_files
-from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.checkpoints.manifest import FileRef, FileStat, Manifest, Piece
+from prefect_tune.core.checkpoints.verified_reads import has_same_files
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
+from prefect_tune.core.storage.object_store import ParallelMap
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")

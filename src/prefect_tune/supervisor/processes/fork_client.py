@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     Surroundings,
 )
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.supervisor.processes.trial_environment import of_interpreter, of_trial
+from prefect_tune.supervisor.processes.process_channel import of_interpreter, of_trial
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)

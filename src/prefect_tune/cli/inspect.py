@@ -1,0 +1,378 @@
+"""The commands of the panel *Inspect*: `ls`, `show` and `report`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, command
+from prefect_tune.cli.open_target import (
+    caught_up,
+    chosen_trials,
+    existing_place,
+    experiments_nearby,
+    looked_at,
+    opened,
+    trials_today,
+    viewed,
+    written_at,
+)
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import (
+    best_first,
+    best_of,
+    counted,
+    is_search,
+    kind_of,
+    named,
+    objective_in,
+    shown_settings,
+)
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
+from prefect_tune.core.models import first_line, metric_in, shown_size
+from prefect_tune.core.storage.layout import names_among
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
+from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
+from prefect_tune.reporting.history import history_of
+from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.render import as_html as html
+from prefect_tune.reporting.render import as_markdown
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.formatting import (
+    UNKNOWN,
+    Freshness,
+    borderless_table,
+    errors_by_cause,
+    facts_table,
+    format_counts,
+    format_moment,
+    format_steps,
+    format_value,
+    freshness_of,
+    names_of,
+    plain_cells,
+    print_parts,
+)
+from prefect_tune.terminal.progress_view import trials_table
+
+
+@command
+def ls(target: Target, as_json: AsJson = False) -> None:
+    """List the experiments on TARGET: their trials, the best trial, and the time and age of what is shown."""
+    with looked_at(target) as store:
+        paths = [each.path for each in store.list("")]
+        rows = list(_experiments(store, names_among(paths)))
+        nearby = "" if rows or as_json else experiments_nearby(existing_place(target), paths)
+    if as_json:
+        print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
+    elif rows:
+        print_parts(_experiments_table(rows))
+        _show_stale(rows)
+    else:
+        print(f"{target}: no experiments{nearby}")
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A row of the output for one experiment."""
+
+    experiment: str
+    kind: str
+    trials: Mapping[str, int] = field(default_factory=dict)
+    best: Mapping[str, object] | None = None
+    best_trial: str | None = None
+    best_status: str | None = None
+    written_at: str = ""
+    """The time of the last journal entry."""
+    damage: str | None = None
+
+
+def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Listed, Freshness]]:
+    """Yield the row of each experiment, and how old it is."""
+    with transfer_pool() as transfers:
+        for name in names:
+            try:
+                yield _listed(store, load(store, name, side_by_side=transfers))
+            except (JournalCorrupt, UnknownVersion) as error:
+                yield _Listed(name, "damaged", damage=str(error)), UNKNOWN
+
+
+def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]:
+    last = written_at(store, loaded)
+    view = view_of(store, loaded, last)
+    state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
+    best, objective = best_of(state), objective_in(state.settings)
+    metrics = objective.metrics if objective else ()
+    row = _Listed(
+        state.name,
+        kind_of(state),
+        trials=counted(state),
+        best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
+        best_trial=best.trial if best else None,
+        best_status=str(best.status) if best else None,
+        written_at=last,
+    )
+    return row, fresh
+
+
+def _show_stale(rows: Sequence[tuple[_Listed, Freshness]]) -> None:
+    stale = [row.experiment for row, fresh in rows if fresh.is_stale]
+    if stale:
+        print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
+
+
+def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
+    table = borderless_table("experiment", "kind", "trials", "best by last report", "as of (UTC)")
+    for row, fresh in rows:
+        best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
+        trials = row.damage or format_counts(row.trials)
+        cells = (row.experiment, row.kind, trials, best, fresh.short())
+        table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
+    return table
+
+
+_TRIALS_SHOWN = 50
+_ERRORS_SHOWN = 5
+_TIMES = ("attempt_began_at", "reported_at")
+
+
+@command
+def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
+    """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
+    with opened(target, experiment) as (store, state):
+        view = viewed(store, state)
+        today = trials_today(store, state, chosen_trials(state, trial)) if trial else []
+    if is_search(state) and trial is None:
+        show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
+        return
+    state, now = view.experiment, datetime.now(UTC)
+    about: dict[str, object] = {"experiment": state.name, "term": state.epoch, "owner": str(state.owner or "")}
+    chosen = next(iter(chosen_trials(state, trial)), None)
+    if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
+        chosen = caught_up(chosen, today[0])
+    facts = _facts(view, chosen) if chosen is not None else {}
+    fresh = freshness_of(view, now)
+    if as_json:
+        print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
+    else:
+        head = {"experiment": state.name, "owner": _owner_of(state)}
+        print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
+        if chosen is not None and _has_traceback(chosen):
+            print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
+
+
+def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None:
+    """Print a search: its settings, and its trials, the best one first.
+
+    Args:
+        again: the command that resumes it, to print if its process has probably ended.
+    """
+    state, now = view.experiment, datetime.now(UTC)
+    fresh = freshness_of(view, now)
+    objective = objective_in(state.settings)
+    trials = best_first(list(state.trials.values()), objective)
+    about = {
+        "experiment": state.name,
+        "metric": list(objective.metrics) if objective else None,
+        "mode": list(objective.modes) if objective else None,
+        "trials_by_status": counted(state),
+        "term": state.epoch,
+        "owner": str(state.owner or ""),
+    }
+    if as_json:
+        facts = [_facts(view, each) for each in trials]
+        shown = {**about, **fresh.fields(), "settings": shown_settings(state.settings), "trials": facts}
+        print(json.dumps(shown, indent=2))
+        return
+    metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
+    styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
+    table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
+    resume = {"resume with": again} if again and fresh.is_stale else {}
+    print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
+    if len(trials) > _TRIALS_SHOWN:
+        print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
+    _show_errors(trials)
+
+
+def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -> Mapping[str, object]:
+    """Return the facts of a trial with ages and ranges of steps, without those that are None or an empty text.
+
+    Of a reason with a traceback it is the first line: the whole follows the table.
+    """
+    shown = {name: format_moment(str(at), now) for name in _TIMES if (at := facts.get(name))}
+    if trial is not None and trial.checkpoints:
+        size_bytes = sum(each.size_bytes for each in trial.checkpoints)
+        in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
+        shown["checkpoints"] = format_steps([each.step for each in trial.checkpoints]) + in_all
+    if trial is not None and _has_traceback(trial):
+        shown["reason"] = first_line(trial.reason)
+    if trial is not None:
+        shown["wasted_steps"] = trial.wasted_count
+    left = {name: value for name, value in facts.items() if value not in (None, "") and name != "wasted_at_least"}
+    return {name: shown.get(name, value) for name, value in left.items()}
+
+
+def _has_traceback(trial: Trial) -> bool:
+    return "\n" in trial.reason.strip()
+
+
+def _columns_of_running(view: ExperimentView, trials: Sequence[Trial], now: datetime) -> Mapping[str, list[str]]:
+    """Return the columns that only running trials fill; none if none of them runs."""
+    attempts = [view.running(each.trial) for each in trials]
+    if not any(attempts):
+        return {}
+    return {
+        "host": [(each.host or "") if each else "" for each in attempts],
+        "last report": [_last_report(each, now) if each else "" for each in attempts],
+    }
+
+
+def _last_report(attempt: RunningTrial, now: datetime) -> str:
+    if attempt.report is None:
+        return f"none yet; began {format_moment(attempt.began_at, now)}" if attempt.began_at else "none yet"
+    return format_moment(attempt.reported_at, now)
+
+
+def _owner_of(state: Experiment) -> str:
+    """Return the number of the owner, and its run."""
+    return f"{state.epoch}: {state.owner}" if state.owner else ""
+
+
+def _head(state: Experiment) -> Mapping[str, object]:
+    """Return the lines above the table of trials."""
+    objective = objective_in(state.settings)
+    by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
+    return {
+        "experiment": state.name,
+        **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
+        "trials": format_counts(counted(state)),
+        "owner": _owner_of(state),
+    }
+
+
+def _show_errors(trials: Sequence[Trial]) -> None:
+    """Print each different error with its trials."""
+    causes = errors_by_cause(
+        sorted((each for each in trials if each.status is Status.ERRORED), key=lambda each: each.trial)
+    )
+    if not causes:
+        return
+    table = borderless_table("errored", "reason")
+    for cause, alike in causes[:_ERRORS_SHOWN]:
+        table.add_row(*plain_cells((names_of(alike), cause)))
+    print_parts("", table)
+    if len(causes) > _ERRORS_SHOWN:
+        print_parts(f"and {len(causes) - _ERRORS_SHOWN} more errors; --json prints all")
+    first = causes[0][1][0]
+    if _has_traceback(first):
+        print_parts(f"--trial {first.trial} prints its traceback")
+
+
+def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
+    attempt = view.running(trial.trial)
+    return {
+        "trial": trial.trial,
+        "status": str(trial.status),
+        "reason": trial.reason,
+        "step": trial.step,
+        "metrics": dict(trial.metrics),
+        "checkpoints": [each.step for each in trial.checkpoints],
+        "quarantined": len(trial.quarantined),
+        "attempts": trial.attempt,
+        "host": attempt.host if attempt else None,
+        "attempt_began_at": attempt.began_at if attempt else None,
+        "reported_at": attempt.reported_at if attempt else None,
+        "wasted_steps": trial.wasted_steps,
+        "wasted_at_least": trial.wasted_at_least,
+        "trained_seconds": trial.measured_seconds,
+        "config": dict(trial.config),
+    }
+
+
+_FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
+_FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
+"""The format of the output file, by its ending."""
+
+
+@command
+def report(
+    target: Target,
+    experiment: ExperimentName,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A .html or .md file, with the pictures. Default: Markdown without them, to stdout.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a report of an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
+
+    An .html file is self-contained, and light or dark as the reader's browser prefers.
+    """
+    form = _form_of(output, as_json=as_json)
+    found = _material(target, experiment)
+    has_pictures = output is not None  # each is a line of thousands of characters: not for a terminal, a pipe or a log
+    written = _written(*found, as_json=as_json, as_html=form == "HTML", has_pictures=has_pictures)
+    if output is None:
+        print(written, end="")
+        return
+    try:
+        output.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{output}: {error.strerror}") from error
+    print(f"{form} of {experiment}: in {output}", file=sys.stderr)
+
+
+def _form_of(output: Path | None, *, as_json: bool) -> str:
+    ending = output.suffix.lower() if output is not None else ""
+    forms = _FORMS_OF_JSON if as_json else _FORMS
+    if ending not in forms:
+        hint = "; for JSON use --json" if ending == ".json" else ""
+        endings = " or ".join(filter(None, forms))
+        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
+    return forms[ending]
+
+
+def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bool, has_pictures: bool) -> str:
+    from prefect_tune.monitoring.live_report import link_to
+
+    if as_json:
+        return json.dumps({**asdict(facts_of(found, link_to)), **fresh.fields()}, indent=2, default=str) + "\n"
+    page = page_of(found, link_to)
+    return html(page) if as_html else as_markdown(page, has_pictures=has_pictures)
+
+
+def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
+    with opened(target, experiment) as (store, loaded), transfer_pool() as transfers:
+        view = viewed(store, loaded)
+        entries = history(store, experiment, side_by_side=transfers)
+    state = view.experiment
+    objective = objective_in(state.settings)
+    metrics = objective.metrics if objective else ()
+    found = history_of((each for each in entries if each.number <= state.number), metrics)
+    for name in state.trials:
+        if (attempt := view.running(name)) and attempt.report:
+            found.add_report(name, attempt.report)
+    fresh = freshness_of(view, datetime.now(UTC))
+    now = fresh.as_of or datetime.now(UTC)
+    age = fresh.words("before this page was drawn") if fresh.is_running else ""
+    uri, drawn = existing_place(target).uri, found.view(drawn_trials(state))
+    return report_input_of(state, drawn, uri=uri, now=now, age=age), fresh

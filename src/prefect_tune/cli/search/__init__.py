@@ -1,1 +1,0 @@
-"""The commands of the panel *Search*: they start, resume, stop and deploy searches."""

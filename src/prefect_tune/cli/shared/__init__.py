@@ -1,1 +1,0 @@
-"""What several commands share: the application and its arguments, opened experiments, the parsing of options."""

@@ -1,0 +1,545 @@
+"""Stoppers of a trial and of a whole experiment: deterministic functions of its reports, fed in the journal's order.
+
+Pass them as `stop`, combined by `|`: `MaxSteps(100) | MaxFailures(5)`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
+from statistics import pstdev
+from typing import Any, TypeAlias
+
+from prefect_tune.core.errors import BadStop, InvalidInput
+from prefect_tune.core.experiment.summary import losses_in
+from prefect_tune.core.metrics import is_number, shown
+from prefect_tune.core.models import StepReport, TrialId, leaves, metric_in
+from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.texts import did_you_mean, other_signature
+
+__all__ = [
+    "RAYS_NAMES",
+    "AnyOf",
+    "End",
+    "ExperimentPlateau",
+    "ExperimentStopper",
+    "MaxFailures",
+    "MaxSteps",
+    "MaxTime",
+    "Never",
+    "NoMore",
+    "Plateau",
+    "Stopper",
+    "Tallies",
+    "Tally",
+    "TimeBudget",
+    "TrialBudget",
+    "Verdict",
+    "as_stopper",
+    "limits_in",
+    "metrics_needed",
+    "of_experiment",
+    "of_trials",
+    "some_time",
+]
+
+
+RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
+"""Ray Tune's names of values that each report has, and their equivalents here."""
+
+
+class Stopper(ABC):
+    """Ends a trial. It gets every report of the trial's history, oldest first, and has no state of its own."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it needs more than the last report; if no stopper does, a resume reads less."""
+        return True
+
+    @property
+    def step_count(self) -> int | None:
+        """The number of steps after which it stops at the latest; None where that is not known beforehand."""
+        return None
+
+    @abstractmethod
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        """Return why the trial is to stop after the last of `reports`; None to continue."""
+
+    def __or__(self, other: Stopper) -> Stopper:
+        """Stop as soon as either would."""
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class Never(Stopper):
+    """Train until the trainable ends by itself."""
+
+    looks_back = False
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        del reports
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Stopper):
+    """Stop as soon as one of several would."""
+
+    stoppers: tuple[Stopper, ...]
+
+    @property
+    def looks_back(self) -> bool:
+        return any(each.looks_back for each in self.stoppers)
+
+    @property
+    def step_count(self) -> int | None:
+        return min((each.step_count for each in self.stoppers if each.step_count is not None), default=None)
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSteps(Stopper):
+    """Stop after this many steps; a step that a resume repeats counts once."""
+
+    steps: int = field(metadata={"example": 100})
+    looks_back = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InvalidInput(f"MaxSteps({self.steps}): expected at least 1 step")
+
+    @property
+    def step_count(self) -> int | None:
+        return self.steps
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        return f"step {reports[-1].step} of {self.steps}" if reports[-1].step >= self.steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class MaxTime(Stopper):
+    """Stop after this training time, summed over all attempts; a plain number means seconds."""
+
+    time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
+    looks_back = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time", some_time(self.time, "MaxTime"))
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        trained = timedelta(seconds=reports[-1].trained_seconds)
+        return f"trained for {trained}, of {self.time}" if trained >= self.time else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau(Stopper):
+    """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`.
+
+    Ray's TrialPlateauStopper: the first `grace` reports are never judged.
+    """
+
+    metric: str = field(metadata={"example": "loss"})
+    std: float = 0.01
+    reports: int = 4
+    grace: int = 4
+
+    def __post_init__(self) -> None:
+        if self.std < 0 or self.reports < 2 or self.grace < 0:
+            raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0")
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
+        if len(reports) < max(self.grace, self.reports):
+            return None
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        return f"{self.metric} has settled at {mean:g} ± {spread:g}" if spread <= self.std else None
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLeast(Stopper):
+    """Stop once a reported value is at its limit or above it, as Ray's `stop`; `step` means the step itself."""
+
+    limits: tuple[tuple[str, float], ...]
+    looks_back = False
+
+    @property
+    def step_count(self) -> int | None:
+        limit = dict(self.limits).get("step", math.inf)
+        return max(1, math.ceil(limit)) if math.isfinite(limit) else None
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        last = reports[-1]
+        for name, limit in self.limits:
+            value = float(last.step) if name == "step" else _number(last.metrics, name)
+            if value >= limit:
+                return f"{name} = {value:g} reached {limit:g}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Function(Stopper):
+    """Stop when the user's function of the step's metrics (with `step` among them) returns a true value."""
+
+    function: Callable[[Mapping[str, object]], object]
+    looks_back = False
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        said = self.function({**reports[-1].metrics, "step": reports[-1].step})
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"{name} returned a true value" if said else None
+
+
+StopCriteria: TypeAlias = (
+    "Stopper | Mapping[str, float] | Callable[[Mapping[str, Any]], object] | Sequence[StopCriteria] | None"
+)
+
+
+def as_stopper(stop: StopCriteria) -> Stopper:
+    """Return the stopper that `stop` means: `{metric: limit}` (stop at `>=`), a function, several, or None.
+
+    Raises:
+        InvalidInput: it is none of these, or a limit is not a number.
+    """
+    if stop is None:
+        return Never()
+    if isinstance(stop, Stopper):
+        return stop
+    if isinstance(stop, Mapping):
+        return _AtLeast(tuple((str(name), _limit(name, limit)) for name, limit in stop.items()))
+    if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
+        return AnyOf(tuple(as_stopper(each) for each in stop))
+    if callable(stop):
+        if found := other_signature(stop, 1):
+            raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {found}")
+        return _Function(stop)
+    raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
+
+
+def some_time(given: object, where: str) -> timedelta:
+    """Return a time, given as such or as a number of seconds.
+
+    Raises:
+        InvalidInput: it is neither, or not positive.
+    """
+    try:
+        is_seconds = isinstance(given, int | float) and not isinstance(given, bool)
+        time = timedelta(seconds=given) if is_seconds else given  # type: ignore[arg-type]  # mypy forgets what it is
+    except (OverflowError, ValueError):
+        time = None
+    if isinstance(time, timedelta) and time > timedelta(0):
+        return time
+    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(given)}")
+
+
+def limits_in(stopper: Stopper) -> Mapping[str, float]:
+    """Return by metric the limits at or above which it stops; `step` is the step itself."""
+    if isinstance(stopper, AnyOf):
+        return {name: limit for each in stopper.stoppers for name, limit in limits_in(each).items()}
+    return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
+
+
+def metrics_needed(stopper: Stopper) -> frozenset[str]:
+    """Return the metrics without which a report makes it raise `BadStop`."""
+    match stopper:
+        case AnyOf(stoppers=several):
+            return frozenset().union(*map(metrics_needed, several))
+        case Plateau(metric=name):
+            return frozenset({name})
+        case _:
+            return frozenset(limits_in(stopper)) - {"step"}
+
+
+def _limit(name: object, limit: object) -> float:
+    is_limit = isinstance(limit, float) and math.isinf(limit)  # inf is never reached, -inf at once
+    if not isinstance(limit, int | float) or not (is_limit or is_number(limit)):
+        raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
+    if name == "step" and limit <= 0:
+        raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
+    return float(limit)
+
+
+def _number(metrics: Mapping[str, object], name: str) -> float:
+    value = metric_in(metrics, name)
+    if isinstance(value, int | float):
+        return float(value)
+    found = sorted(each for each, _ in leaves(metrics))
+    is_rays = name in RAYS_NAMES
+    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if is_rays else did_you_mean(name, ["step", *found])
+    raise BadStop(f"stop: expected metric {name!r} in each report, found only {found}{hint}")
+
+
+# Stoppers of a whole experiment: deterministic functions of its journal, fed in the journal's order.
+#
+# Pass them as `stop`, combined by `|` with stoppers of single trials: `MaxSteps(100) | MaxFailures(5)`.
+
+
+@dataclass(frozen=True, slots=True)
+class NoMore:
+    """Start no new trial; the existing trials train to their ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Every trial saves and ends; a later run with another stopper continues the experiment."""
+
+    reason: str
+
+
+Verdict: TypeAlias = NoMore | End | None
+
+
+class Tally(ABC):
+    """The state of an experiment's stopper, fed live or replayed on a resume. Each call is O(1)."""
+
+    def added(self, trial: TrialId) -> None:
+        """Record a new trial, or one that had ended and continues."""
+        del trial
+
+    def trained(self, trial: TrialId, seconds: float) -> None:
+        """Record a trial's training time in seconds, up to its newest step."""
+        del trial, seconds
+
+    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        """Record that a trial has ended, with its last report."""
+        del trial, report, failed
+
+    @abstractmethod
+    def verdict(self) -> Verdict:
+        """Return how to end the experiment; None to continue."""
+
+
+class ExperimentStopper(Stopper):
+    """Ends an experiment. Frozen; its state is the `Tally` that `begin` returns."""
+
+    @property
+    def looks_back(self) -> bool:
+        return False
+
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        """Return None: it stops no single trial."""
+        del reports
+        return None
+
+    @abstractmethod
+    def begin(self, objective: Objective | None) -> Tally:
+        """Return the tally of an experiment that has no trial yet.
+
+        Args:
+            objective: the objective of the search; None where it has none.
+
+        Raises:
+            InvalidInput: the stopper needs an objective, and there is none.
+        """
+
+
+def of_trials(stopper: Stopper) -> Stopper:
+    """Return the part of `stopper` that ends single trials."""
+    parts = [each for each in _parts(stopper) if not isinstance(each, ExperimentStopper)]
+    if len(parts) < 2:
+        return parts[0] if parts else Never()
+    return AnyOf(tuple(parts))
+
+
+def of_experiment(stopper: Stopper) -> Sequence[ExperimentStopper]:
+    """Return the parts of `stopper` that end the experiment."""
+    return [each for each in _parts(stopper) if isinstance(each, ExperimentStopper)]
+
+
+def _parts(stopper: Stopper) -> Sequence[Stopper]:
+    if isinstance(stopper, AnyOf):
+        return list(chain.from_iterable(_parts(each) for each in stopper.stoppers))
+    return [stopper]
+
+
+class Tallies(Tally):
+    """Several tallies, any of which can end the experiment."""
+
+    def __init__(self, tallies: Sequence[Tally]) -> None:
+        self._tallies = tallies
+
+    def added(self, trial: TrialId) -> None:
+        for each in self._tallies:
+            each.added(trial)
+
+    def trained(self, trial: TrialId, seconds: float) -> None:
+        for each in self._tallies:
+            each.trained(trial, seconds)
+
+    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        for each in self._tallies:
+            each.ended(trial, report, failed=failed)
+
+    def verdict(self) -> Verdict:
+        """Return the first `End`, else the first `NoMore`, else None."""
+        verdicts = [each.verdict() for each in self._tallies]
+        ends = [each for each in verdicts if isinstance(each, End)]
+        return next(iter([*ends, *(each for each in verdicts if each)]), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxFailures(ExperimentStopper):
+    """End the experiment once this many of its trials have errored, with their own retries spent.
+
+    Trials that are retried (`rerun_errored`) are no longer counted.
+    """
+
+    failures: int = field(metadata={"example": 3})
+    """The number of errored trials, at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.failures < 1:
+            raise InvalidInput(f"MaxFailures({self.failures}): expected at least 1 trial")
+
+    def begin(self, objective: Objective | None) -> Tally:
+        del objective
+        return _Failures(self.failures)
+
+
+class _Failures(Tally):
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._failed: set[TrialId] = set()
+
+    def added(self, trial: TrialId) -> None:
+        self._failed.discard(trial)
+
+    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        del report
+        if failed:
+            self._failed.add(trial)
+
+    def verdict(self) -> Verdict:
+        if len(self._failed) < self._most:
+            return None
+        return End(f"{len(self._failed)} trials have errored, of MaxFailures({self._most})")
+
+
+@dataclass(frozen=True, slots=True)
+class TrialBudget(ExperimentStopper):
+    """Start at most this many trials, even if the search would propose more."""
+
+    trials: int = field(metadata={"example": 200})
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise InvalidInput(f"TrialBudget({self.trials}): expected at least 1 trial")
+
+    def begin(self, objective: Objective | None) -> Tally:
+        del objective
+        return _TrialTally(self.trials)
+
+
+class _TrialTally(Tally):
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: set[TrialId] = set()
+
+    def added(self, trial: TrialId) -> None:
+        self._known.add(trial)
+
+    def verdict(self) -> Verdict:
+        spent = len(self._known) >= self._most
+        return NoMore(f"the trial budget of {self._most} is spent") if spent else None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBudget(ExperimentStopper):
+    """End the experiment after this training time, summed over its trials and over all of its runs.
+
+    The time counted is that in the journal: it is updated when a trial commits a checkpoint, when it ends, and
+    every `sync_period`. Steps that were lost and are trained again count once. A plain number means seconds.
+    """
+
+    time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time", some_time(self.time, "TimeBudget"))
+
+    def begin(self, objective: Objective | None) -> Tally:
+        del objective
+        return _Time(self.time)
+
+
+class _Time(Tally):
+    def __init__(self, most: timedelta) -> None:
+        self._most = most
+        self._seconds: dict[TrialId, float] = {}
+        self._sum = 0.0
+
+    def trained(self, trial: TrialId, seconds: float) -> None:
+        self._sum += seconds - self._seconds.get(trial, 0.0)
+        self._seconds[trial] = seconds
+
+    def verdict(self) -> Verdict:
+        spent = timedelta(seconds=self._sum)
+        return End(f"its trials have trained for {spent}, of {self._most}") if spent >= self._most else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlateau(ExperimentStopper):
+    """End the experiment when its best trials are about equally good, so that more trials are unlikely to be better.
+
+    As Ray's ExperimentPlateauStopper, but over trials instead of results: the standard deviation of the `top` best
+    last values of finished trials is at most `std`, and has stayed so for `patience` more finished trials.
+
+    Args:
+        metric: default: the (first) metric that the search compares by.
+        mode: `min` or `max`, for `metric`.
+    """
+
+    metric: str | None = None
+    std: float = 0.001
+    top: int = 10
+    mode: Mode = "min"
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        if self.std < 0 or self.top < 2 or self.patience < 0:
+            raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0")
+
+    def begin(self, objective: Objective | None) -> Tally:
+        by = objective if self.metric is None else objective_of(self.metric, self.mode)
+        if by is None:
+            raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
+        return _Best(self, by)
+
+
+class _Best(Tally):
+    def __init__(self, plateau: ExperimentPlateau, objective: Objective) -> None:
+        self._plateau = plateau
+        self._objective = objective
+        self._losses: dict[TrialId, float] = {}
+        self._sorted: list[float] = []
+        self._settled = 0  # how many trials in a row have finished with the best values settled
+
+    def added(self, trial: TrialId) -> None:
+        if (loss := self._losses.pop(trial, None)) is not None:
+            self._sorted.remove(loss)
+
+    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        losses = losses_in(report.metrics, self._objective) if report and not failed else None
+        if losses is None:
+            return
+        self._losses[trial] = losses[0]
+        insort(self._sorted, losses[0])
+        enough = len(self._sorted) >= self._plateau.top
+        self._settled = self._settled + 1 if enough and self._spread() <= self._plateau.std else 0
+
+    def _spread(self) -> float:
+        return pstdev(self._sorted[: self._plateau.top])
+
+    def verdict(self) -> Verdict:
+        if self._settled <= self._plateau.patience:
+            return None
+        name = self._objective.metrics[0]
+        return End(f"{name} of the best {self._plateau.top} trials has settled: ± {self._spread():g}")

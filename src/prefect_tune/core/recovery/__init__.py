@@ -1,1 +1,0 @@
-"""Restore checkpoints, adopt orphaned saves, and tell damage from stale reads and deletions."""

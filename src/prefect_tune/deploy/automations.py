@@ -1,0 +1,445 @@
+"""The automations of this package, as values: the trigger and the actions of each.
+
+Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
+others are alerts on this package's events (`prefect_tune.core.notifications.prefect_events`), and on Prefect's of
+failed runs; the user gives their actions at installation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from prefect.automations import (
+    AutomationCore,
+    ChangeFlowRunState,
+    DoNothing,
+    EventTrigger,
+    Posture,
+    RunDeployment,
+    SendNotification,
+)
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes
+from prefect.events.schemas.automations import Automation
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.journal_events.experiment_events import Quarantined
+from prefect_tune.core.notifications.prefect_events import (
+    BestImproved,
+    BudgetNearlySpent,
+    SyncLagged,
+    TrialStalled,
+    event_name,
+)
+from prefect_tune.deploy.api_client import prefect_server
+
+_PREFIX = "prefect-tune: "
+_TAG = "prefect-tune"
+_ATTEMPTS = "train-trial"
+_FLOWS = ("tune", "durable-trainable", "resume", "maintain")
+_ABOUT = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
+_METRICS = (
+    "{% for name, value in event.payload.metrics.items() %}{{ '' if loop.first else ', ' }}{{ name }} "
+    "{{ '%.6g' | format(value) if value is float else value }}{% endfor %}"
+)
+_SPENT = (
+    "{{ '%g' | format(event.payload.spent) }} of {{ '%g' | format(event.payload.budget) }}"
+    "{{ '' if event.payload.what == 'trials' else ' s' }} are spent ({{ event.payload.what }})"
+)
+_FLOW_RUN = "prefect.flow-run."
+_UNTIL = "An alert without an action is switched off."
+_COOL_DOWN = timedelta(seconds=30)
+# Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
+_GOES_ON = (
+    "Pending",
+    "Submitting",
+    "Running",
+    "Retrying",
+    "AwaitingRetry",
+    "Scheduled",
+    "Late",
+    "Resuming",
+    "heartbeat",
+)
+_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused", "Skipped")
+
+
+@dataclass(frozen=True, slots=True)
+class AutomationSpec:
+    """One automation."""
+
+    name: str
+    description: str
+    trigger: EventTrigger
+    acts: Sequence[ActionTypes] = ()
+    """Its actions; empty for an alert, whose actions are given at installation."""
+    says: str = ""
+    """The message of an alert, as a Prefect template."""
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether the user chooses its actions; without one it is switched off."""
+        return not self.acts
+
+
+def shipped(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
+    """Return all automations by their names.
+
+    Args:
+        heartbeat_window: silence after which a run counts as crashed: at least two heartbeat periods.
+    """
+    every = [_start_again(), _silent(heartbeat_window), *_ALERTS]
+    return {each.name: each for each in every}
+
+
+def _start_again() -> AutomationSpec:
+    """Restart a crashed run after a delay: its runner reports the crash, and its worker again some seconds later.
+
+    After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
+    """
+    return AutomationSpec(
+        f"{_PREFIX}restart a crashed run",
+        f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
+        "resumes from its last commit. If its process is still alive, only one of the two can commit.",
+        EventTrigger(
+            posture=Posture.Proactive,
+            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+            match_related=[_tagged(), {"prefect.resource.role": "flow", "prefect.resource.name": f"!{_ATTEMPTS}"}],
+            after={f"{_FLOW_RUN}Crashed"},
+            expect={f"{_FLOW_RUN}{each}" for each in (*_GOES_ON, *_IS_OVER)},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=_COOL_DOWN,
+        ),
+        [
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED, name="AwaitingRetry", message="Crashed; rescheduled by prefect-tune."
+            )
+        ],
+    )
+
+
+def _silent(window: timedelta) -> AutomationSpec:
+    """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
+    return AutomationSpec(
+        f"{_PREFIX}mark a run without heartbeats as crashed",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
+        "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
+        EventTrigger(
+            posture=Posture.Proactive,
+            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+            match_related=[_tagged()],
+            after={f"{_FLOW_RUN}heartbeat"},
+            expect={f"{_FLOW_RUN}{each}" for each in ("heartbeat", "Crashed", "AwaitingRetry", "Scheduled", *_IS_OVER)},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=window,
+        ),
+        [
+            ChangeFlowRunState(
+                state=StateType.CRASHED, name="Crashed", message=f"No heartbeat for {window.total_seconds():g} s."
+            )
+        ],
+    )
+
+
+def _tagged() -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
+
+
+def _alert(name: str, event: str, description: str, says: str, **labels: str) -> AutomationSpec:
+    trigger = EventTrigger(
+        posture=Posture.Reactive,
+        match={"prefect.resource.id": f"{_TAG}.*", **{f"{_TAG}.{label}": value for label, value in labels.items()}},
+        expect={event},
+        threshold=1,
+        within=timedelta(0),
+    )
+    return AutomationSpec(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=_ABOUT + says)
+
+
+def _failed() -> AutomationSpec:
+    """Alert on each run that ends Failed, also before it has opened an experiment: it emits no event of its own then.
+
+    The flow's name selects the runs, of scripts and of deployments. By the tag, a flow that calls `pt.tune` would send
+    a second alert, and so would attempts of trials.
+    """
+    trigger = EventTrigger(
+        posture=Posture.Reactive,
+        match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+        match_related=[{"prefect.resource.role": "flow", "prefect.resource.name": list(_FLOWS)}],
+        expect={f"{_FLOW_RUN}Failed", f"{_FLOW_RUN}TimedOut"},
+        threshold=1,
+        within=timedelta(0),
+    )
+    return AutomationSpec(
+        f"{_PREFIX}alert on a failed run",
+        f"A run ended with an error. It is not restarted: remove the cause first. {_UNTIL}",
+        trigger,
+        says="Run {{ flow_run.name }} of the flow {{ flow.name }} failed: {{ event.payload.validated_state.message }} "
+        "{{ flow_run | ui_url or '' }}",
+    )
+
+
+_ALERTS = (
+    _alert(
+        "alert on a damaged checkpoint",
+        event_name(Quarantined),
+        "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
+        "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
+        kills="false",
+    ),
+    _alert(
+        "alert on a new best trial",
+        BestImproved.name,
+        "A trial is the best so far: notify, or run a deployment that evaluates its model.",
+        "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
+    ),
+    _alert(
+        "alert on a trial without reports",
+        TrialStalled.name,
+        "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
+        "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
+    ),
+    _alert(
+        "alert on late saves",
+        SyncLagged.name,
+        "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
+        "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
+    ),
+    _alert(
+        "alert on 80 % of a budget",
+        BudgetNearlySpent.name,
+        "80 % of a budget is spent: time, training time or trials.",
+        _SPENT,
+    ),
+    _failed(),
+)
+
+
+# Install and remove, by name, the Prefect automations that restart runs and send alerts.
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """An automation as it is on the server now."""
+
+    name: str
+    is_alert: bool
+    enabled: bool
+    acts: bool
+    """Whether it has an action; an alert may have none."""
+
+
+_TAGS = ["prefect-tune"]
+_HEARTBEATS = 3
+_USUAL_FREQUENCY = 180
+_SUBJECT = "{{ automation.name }}"
+_OURS = ("name", "description", "tags", "trigger", "enabled", "actions")
+
+
+def automation_names() -> Sequence[str]:
+    """Return the names of all automations that this package can install."""
+    return list(shipped(_window(None)))
+
+
+def install_automations(
+    *,
+    names: Collection[str] | None = None,
+    notify: str | None = None,
+    run: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    heartbeat_window_seconds: float | None = None,
+) -> Sequence[str]:
+    """Install automations on the Prefect server, or update existing ones; return their names.
+
+    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An alert
+    without an action is switched off. An update keeps whether any other automation is enabled, and keeps an alert's
+    actions unless `notify` or `run` is passed.
+
+    Args:
+        names: some of `automation_names()`. Default: all.
+        notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
+        run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
+            is switched off: add an action in the UI, and switch it on.
+        parameters: parameters of that deployment; texts may be templates, such as
+            `"{{ event.payload.experiment }}"`.
+        heartbeat_window_seconds: seconds without a heartbeat after which a run is considered crashed. Default: three
+            heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s unless it is set; set the same value where the
+            runs are).
+
+    Raises:
+        InvalidInput: there is no such automation, block or deployment, or no Prefect server is set up. Nothing was
+            installed.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+    """
+    window = _window(heartbeat_window_seconds)
+    done = apply_automations(_chosen(names, window), notify=notify, run=run, parameters=parameters)
+    return [each.name for each in done]
+
+
+def apply_automations(
+    chosen: Sequence[AutomationSpec] | None = None,
+    *,
+    notify: str | None = None,
+    run: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    without_action: Literal["switch off", "leave out"] = "switch off",
+) -> Sequence[Installed]:
+    """Install these automations, or all; return each as it is then.
+
+    Args:
+        chosen: the automations. Default: all.
+        notify: as in `install_automations`, like `run` and `parameters`.
+        run: the deployment that alerts run.
+        parameters: its parameters.
+        without_action: whether a new alert without an action is installed switched off, or not at all.
+
+    Raises what `install_automations` raises.
+    """
+    chosen = _chosen(None, _window(None)) if chosen is None else chosen
+    with prefect_server("automations") as client:
+        actions = _actions(client, notify, run, parameters)
+        idle = [] if actions or without_action == "switch off" else [each for each in chosen if each.is_alert]
+        wanted = [each for each in chosen if each not in idle or _found(client, each)]
+        return [_installed(client, each, actions) for each in wanted]
+
+
+def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
+    """Remove installed automations, all or those of `names`; return the names of those that were removed.
+
+    Raises:
+        InvalidInput: this package has no automation of that name, or no Prefect server is set up.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+    """
+    removed = []
+    with prefect_server("automations") as client:
+        for each in _chosen(names, _window(None)):
+            found = _found(client, each)
+            for automation in found:
+                client.delete_automation(automation.id)
+            removed += [each.name] if found else []
+    return removed
+
+
+def require_block(slug: str) -> None:
+    """Require that the notification block `slug` is saved on the server.
+
+    Raises:
+        InvalidInput: it is not, or no Prefect server is set up.
+        TuneError: the server did not answer, or refused.
+    """
+    with prefect_server("automations") as client:
+        _block(client, slug)
+
+
+def _window(seconds: float | None) -> timedelta:
+    if seconds is None:
+        seconds = _HEARTBEATS * (get_current_settings().flows.heartbeat_frequency or _USUAL_FREQUENCY)
+    if seconds < 10:
+        raise InvalidInput(f"heartbeat_window_seconds: expected at least 10, found {seconds:g}")
+    return timedelta(seconds=seconds)
+
+
+def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
+    known = shipped(window)
+    if isinstance(names, str):
+        names = [names]
+    if unknown := set(names or ()) - set(known):
+        raise InvalidInput(f"automations: expected one of {', '.join(map(repr, known))}, found {min(unknown)!r}")
+    return [each for name, each in known.items() if names is None or name in names]
+
+
+def _actions(
+    client: SyncPrefectClient, notify: str | None, run: str | None, parameters: Mapping[str, Any] | None
+) -> Sequence[ActionTypes]:
+    """Return the actions of alerts; `_worded` adds the texts of notifications."""
+    actions: list[ActionTypes] = []
+    if notify is not None:
+        actions.append(SendNotification(block_document_id=_block(client, notify), subject=_SUBJECT, body=""))
+    if run is not None:
+        given = None if parameters is None else dict(parameters)
+        actions.append(RunDeployment(source="selected", deployment_id=_deployment(client, run), parameters=given))
+    elif parameters is not None:
+        raise InvalidInput("parameters: expected run='flow/deployment' with them, the deployment that they are for")
+    return actions
+
+
+def _block(client: SyncPrefectClient, slug: str) -> Any:
+    kind, _, name = slug.partition("/")
+    try:
+        return client.read_block_document_by_name(name, kind).id
+    except ObjectNotFound as error:
+        raise InvalidInput(
+            f"notify={slug!r}: no such block is saved; expected TYPE/NAME of a notification block. Save one "
+            "first, in the UI or with SlackWebhook(url=...).save('alerts'), which is then 'slack-webhook/alerts'"
+        ) from error
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> Any:
+    try:
+        return client.read_deployment_by_name(name).id
+    except (ObjectNotFound, ValueError) as error:
+        raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
+
+
+def _found(client: SyncPrefectClient, wanted: AutomationSpec) -> Sequence[Automation]:
+    """Return the automation as it is on the server; of duplicates first one that acts."""
+    return sorted(client.read_automations_by_name(wanted.name), key=lambda each: not _act(each.actions))
+
+
+def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
+    found = _found(client, wanted)
+    if not found:
+        new = _automation(wanted, actions or [DoNothing()], enabled=bool(wanted.acts or actions))
+        client.create_automation(new)
+        return _as_installed(wanted, new)
+    first, *others = found
+    for each in others:  # concurrent installs created duplicates
+        client.delete_automation(each.id)
+    enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
+    there: Sequence[Any] = first.actions  # Prefect Cloud's may be of types that this Prefect does not know
+    new = _automation(wanted, actions or there, enabled=enabled)
+    if _said(new) != _said(first):  # an update resets the state of the trigger
+        client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
+    return _as_installed(wanted, new)
+
+
+def _as_installed(wanted: AutomationSpec, automation: AutomationCore) -> Installed:
+    return Installed(automation.name, wanted.is_alert, automation.enabled, _act(automation.actions))
+
+
+def _act(actions: Sequence[object]) -> bool:
+    return not all(isinstance(each, DoNothing) for each in actions)
+
+
+def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool) -> AutomationCore:
+    does = [_worded(each, wanted) for each in actions] if wanted.is_alert else list(wanted.acts)
+    return AutomationCore(
+        name=wanted.name,
+        description=wanted.description,
+        tags=_TAGS,
+        enabled=enabled,
+        trigger=wanted.trigger,
+        actions=does,
+        actions_on_trigger=[],
+        actions_on_resolve=[],
+        owner_resource=None,
+    )
+
+
+def _worded(action: ActionTypes, wanted: AutomationSpec) -> ActionTypes:
+    """Return a notification with the text of `wanted`, unless a person has written another one."""
+    if isinstance(action, SendNotification) and not action.body:
+        return action.model_copy(update={"body": wanted.says})
+    return action
+
+
+def _said(automation: AutomationCore | Automation) -> dict[str, Any]:
+    return automation.model_dump(include=set(_OURS))

@@ -1,0 +1,196 @@
+"""Checks of a flow's arguments, before any work starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, cast
+
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+
+from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper, of_experiment
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.models import valid_name
+from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.parameters.json_specs import stop_from
+from prefect_tune.runtime.load_named import import_advice
+from prefect_tune.runtime.trainable import require_trainable
+
+_SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
+
+
+def experiment_name(given: str | None) -> str:
+    """Return the experiment's name: as given, or the id of the outermost flow run, so that a Retry of it resumes.
+
+    Raises:
+        InvalidInput: the name cannot be a folder on every target.
+    """
+    return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
+
+
+def storable_config(config: object) -> dict[str, object]:
+    """Return the configuration, a mapping, a dataclass or None, as plain JSON.
+
+    Raises:
+        InvalidInput: it holds a value that JSON cannot represent.
+    """
+    try:
+        return storable(cast("Mapping[str, object]", as_dicts({} if config is None else config)), "config")
+    except BadMetric as error:
+        raise InvalidInput(
+            f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
+            "text, and build them in the trainable"
+        ) from error
+
+
+def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `names`, checked to be global concurrency limits of Prefect: a missing one would limit nothing.
+
+    Raises:
+        InvalidInput: a limit does not exist.
+    """
+    if names:
+        with get_client(sync_client=True) as client:
+            for name in names:
+                try:
+                    client.read_global_concurrency_limit_by_name(name)
+                except ObjectNotFound as missing:
+                    raise InvalidInput(
+                        f"concurrency_limits: Prefect has no global concurrency limit {name!r}; create it: "
+                        f"prefect gcl create {name} --limit 2"
+                    ) from missing
+    return tuple(names)
+
+
+def stopper_for(stop: StopCriteria | str) -> Stopper:
+    """Return the stopper for `stop`: an object, its JSON, or its name as `package.module:name`.
+
+    Raises:
+        InvalidInput: `stop` is none of these.
+    """
+    return as_stopper(cast("StopCriteria", stop_from(stop)))
+
+
+def stopper_of_one_trial(stopper: Stopper) -> Stopper:
+    """Return `stopper`. Raises `InvalidInput` if it ends a search of many trials."""
+    if found := of_experiment(stopper):
+        raise InvalidInput(
+            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+        )
+    return stopper
+
+
+def valid_trainable(trainable: object) -> object:
+    """Return the trainable, checked as far as possible without importing the user's module.
+
+    Raises:
+        InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
+    """
+    if isinstance(trainable, str):
+        return _importable(trainable)
+    return require_trainable(trainable, trainable)
+
+
+def import_string(name: str, where: str) -> tuple[str, str]:
+    """Split `package.module:Name` into the module and the name in it; import nothing.
+
+    Raises:
+        InvalidInput: `name` does not have that form.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InvalidInput(f"{where} {name!r}: expected 'package.module:Name', as in 'my_project.train:Model'")
+    return module, attribute
+
+
+def name_of(trainable: object) -> Mapping[str, str]:
+    """Return what identifies a trainable: its name without its module, which depends on how the code is run."""
+    name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
+    return {"trainable": name.rpartition(".")[2]} if name else {}
+
+
+def _importable(name: str) -> str:
+    module, _ = import_string(name, "trainable")
+    missing: str | None = None
+    try:
+        if importlib.util.find_spec(module) is None:
+            missing = module
+    except ModuleNotFoundError as error:
+        missing = error.name
+        if not f"{module}.".startswith(f"{missing}."):  # its package is there, and imports another module
+            raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
+    except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
+        raise InvalidInput(f"trainable {name!r}: {import_advice(error)}") from error
+    if missing is not None:
+        raise InvalidInput(f"trainable {name!r}: there is no module {missing!r}{_near(missing) or _where_to_install()}")
+    return name
+
+
+def _where_to_install() -> str:
+    if is_in_run_of_deployment():
+        return (
+            "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
+            """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
+        )
+    return "; is its project installed here, or its folder in PYTHONPATH?"
+
+
+def _near(module: str) -> str:
+    """Return a suggestion for the name of a module beside those of its package; empty if there is none similar."""
+    package, _, name = module.rpartition(".")
+    search_in = None if not package else getattr(sys.modules.get(package), "__path__", ())
+    near = get_close_matches(name, [each.name for each in pkgutil.iter_modules(search_in)], 1, _SIMILAR)
+    return f"; did you mean {f'{package}.{near[0]}'.lstrip('.')!r}?" if near else ""
+
+
+# Refuse searches with several writers of one journal on a target that is safe for one writer only.
+
+
+def runner_elsewhere() -> TaskRunner[Any] | None:
+    """Return the flow's task runner; None if it is a thread pool of this process."""
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    return None if isinstance(runner, ThreadPoolTaskRunner) else runner
+
+
+def require_one_runner(uri: str, *, exploiting: str = "", elsewhere: str = "") -> None:
+    """Refuse a flow in which two processes could write one journal at once; call it before anything is written.
+
+    Args:
+        uri: of the target, which has no atomic create-if-absent.
+        exploiting: name of a scheduler whose trials clone each other's checkpoints; empty for any other scheduler.
+        elsewhere: what runs the trials outside this process, if it is not the flow's task runner.
+
+    Raises:
+        InvalidInput: `exploiting` or `elsewhere` is not empty, or the flow's task runner has other processes.
+    """
+    if not elsewhere and (runner := runner_elsewhere()) is not None:
+        elsewhere = f"task runner: {type(runner).__name__}"
+    if exploiting:
+        why = "its trials clone each other's checkpoints, and write that into each other's journals"
+        _refuse(
+            uri,
+            f"scheduler: {exploiting}",
+            why,
+            "a scheduler that clones no checkpoints (FIFO, ASHA, Hyperband, MedianStopping)",
+        )
+    if elsewhere:
+        why = "an attempt in another process may be presumed lost, still run, and write beside its successor"
+        _refuse(uri, elsewhere, why, "trials='tasks' with a thread pool task runner")
+
+
+def _refuse(uri: str, asked: str, why: str, instead: str) -> None:
+    raise InvalidInput(
+        f"{asked}, at {uri}: {why}. Expected a target with atomic create-if-absent, found one without (ONE RUNNER "
+        "ONLY), where the second of two writers overwrites the first. Nothing was started: use S3, GCS, Azure or a "
+        f"folder (prefect-tune blocks check TARGET), or {instead}"
+    )

@@ -1,1 +1,0 @@
-"""Checks of the parameters of a run, before it writes anything."""

@@ -1,0 +1,376 @@
+"""The types of the flows' parameters: what checkers accept in a call, and JSON schemas for forms.
+
+A parameter has a schema of its own where that of its type is unclear or asks for secrets.
+
+The flows themselves still accept objects from a script. But Prefect's API refuses deployment parameters that do not
+fit the schema; so a form selects or names a saved block, and never takes a block's fields with their credentials.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from inspect import Parameter, Signature, getdoc, signature
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol, TypeAlias, TypeVar
+
+import httpx
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.logging import get_run_logger
+from prefect.utilities.callables import parameter_docstrings, parameter_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema, create_model
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.blocks.resolve_target import deployment_of_run
+from prefect_tune.blocks.storage_target import StrictBlock
+from prefect_tune.blocks.targets import TARGET_TYPES
+from prefect_tune.blocks.targets.object_target import ObjectTarget
+from prefect_tune.callbacks import Callback
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.stoppers import Stopper
+from prefect_tune.core.schedulers.base import Scheduler
+from prefect_tune.core.search.base import Search
+from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.core.search.objective import Mode
+from prefect_tune.parameters.search_plan import RerunErrored
+from prefect_tune.prefect_api.flow_with_server import FlowWithServer
+from prefect_tune.runtime.trainable import Trainable
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+_Schema: TypeAlias = Mapping[str, Any]
+_NOTHING: _Schema = {"type": "null"}
+
+
+def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+    """Return the schema of a flow's parameters, simplified for forms.
+
+    An optional parameter is a field that may stay empty, not a choice between a type and None; descriptions, which
+    a form shows literally, have no Markdown in them. The parameters in the group of a `GroupedFlow` are valid beside it
+    too.
+    """
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    definitions = {
+        name: {**each, **_described(each), "properties": _fields(each.get("properties", {}))}
+        for name, each in schema.get("definitions", {}).items()
+    }
+    form = {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+    return {**form, **_beside(definitions[OPTIONS])} if isinstance(flow, GroupedFlow) else form
+
+
+def _beside(group: _Schema) -> _Schema:
+    """Return what validates the parameters of the group beside it: no form shows patterns as fields."""
+    return {
+        "patternProperties": {f"^{name}$": {"anyOf": [field, _NOTHING]} for name, field in group["properties"].items()}
+    }
+
+
+def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+    return {name: _left_empty({**each, **_described(each)}) for name, each in fields.items()}
+
+
+def _described(field: _Schema) -> _Schema:
+    """Return a field's description without Markdown, capitalized unless it begins with a literal."""
+    given = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
+    said = " ".join(given.replace("`", "").split())
+    return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
+
+
+def _left_empty(field: dict[str, Any]) -> _Schema:
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
+    if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
+        return field  # an optional section stays a choice, so that the form shows it collapsed
+    del field["default"]
+    if len(kinds) == 1:  # the API accepts null for it anyway
+        del field["anyOf"]
+        return {**kinds[0], **field}
+    return field
+
+
+class _AskedAs:
+    """A type annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
+
+    def __init__(self, schema: Callable[[], _Schema]) -> None:
+        self._schema = schema
+
+    def __get_pydantic_json_schema__(self, _core_schema: object, _handler: object) -> JsonSchemaValue:
+        return dict(self._schema())
+
+
+class _ValidatedAs:
+    """A type annotation that replaces the type for pydantic: checkers see what is declared."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(self._kind)
+
+
+def _one_of(*kinds: _Schema) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [dict(kind) for kind in kinds]})
+
+
+def _text(title: str) -> _Schema:
+    return {"title": title, "type": "string"}
+
+
+def _choice(title: str, *words: str) -> _Schema:
+    return {"title": title, "type": "string", "enum": list(words)}
+
+
+def _list_of(title: str, each: _Schema) -> _Schema:
+    return {"title": title, "type": "array", "items": dict(each)}
+
+
+def _saved(block: type[StrictBlock]) -> _Schema:
+    """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
+    reference = {"type": "string"}
+    ways = {"block_document_id": reference, "block_document_slug": reference}
+    there = {"type": "object", "properties": ways, "additionalProperties": False, "minProperties": 1}
+    return {
+        "title": f"{block.get_block_type_name()} block",
+        "block_type_slug": block.get_block_type_slug(),
+        "type": "object",
+        "properties": {"$ref": there},
+        "required": ["$ref"],
+        "additionalProperties": False,
+    }
+
+
+def _target() -> _Schema:
+    kinds = sorted(TARGET_TYPES, key=lambda kind: not issubclass(kind, ObjectTarget))  # a deployment needs a bucket
+    return {"anyOf": [_text("URI, or type/name of a saved block"), *(_saved(kind) for kind in kinds)]}
+
+
+def _sync() -> _Schema:
+    target = {"anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    known: dict[str, Any] = {
+        # the schema of the blocks of targets would import the credential blocks of other packages
+        name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else each.annotation, each)
+        for name, each in SyncConfig.model_fields.items()
+    }
+    model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
+    drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
+    fields = {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())}
+    options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
+    return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
+
+
+def _without_path(target: object) -> object:
+    return resolve_target(target) if isinstance(target, os.PathLike) else target
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+_MODE = _choice("One mode for all metrics", "min", "max")
+_OPTIONAL_DICT = _ValidatedAs(dict[str, Any] | None)
+_UNCHECKED = _ValidatedAs(Any)
+"""For what `SearchPlan` validates: its messages say more."""
+_Json: TypeAlias = Mapping[str, Mapping[str, Any]]
+_Function: TypeAlias = Callable[[Mapping[str, Any]], object]
+
+TargetLike: TypeAlias = StorageTarget | str | os.PathLike[str]
+"""A block, the `type/name` of a saved block, a URI, or a path of this machine."""
+TrainableLike: TypeAlias = type[Trainable] | Callable[[Any], object] | str
+"""A subclass of `pt.Trainable`, a function of the configuration, or the `package.module:Name` of one."""
+ConfigLike: TypeAlias = Mapping[str, Any] | _Dataclass
+"""A configuration or a space: a dict, or a dataclass whose fields are its parameters."""
+StopLike: TypeAlias = (
+    Stopper
+    | _Function
+    | Mapping[str, float | Mapping[str, Any]]
+    | Sequence[Stopper | _Function | Mapping[str, float | Mapping[str, Any]]]
+    | str
+    | None
+)
+"""A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
+
+TargetField: TypeAlias = Annotated[
+    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_without_path), _AskedAs(_target)
+]
+ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
+StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
+SchedulerField: TypeAlias = Annotated[Scheduler | _Json | str | None, _UNCHECKED]
+SearchField: TypeAlias = Annotated[Search | _Json | str | None, _UNCHECKED]
+ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _ValidatedAs(dict[str, float] | None)]
+SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
+TrainableField: TypeAlias = Annotated[TrainableLike, _UNCHECKED, WithJsonSchema({"type": "string"})]
+OtherTrainableField: TypeAlias = Annotated[
+    TrainableLike | None, _UNCHECKED, _one_of(_text("package.module:Name"), _NOTHING)
+]
+MetricField: TypeAlias = Annotated[
+    str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
+]
+ModeField: TypeAlias = Annotated[
+    Mode | list[Mode] | None, _one_of(_MODE, _list_of("One mode for each metric", _MODE), _NOTHING)
+]
+CallbacksField: TypeAlias = Annotated[
+    Sequence[Callback | str] | None,
+    _ValidatedAs(list[Any] | None),
+    _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING),
+]
+ResumeField: TypeAlias = Annotated[
+    bool | str,
+    _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
+]
+RerunField: TypeAlias = Annotated[
+    RerunErrored,
+    _one_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
+]
+
+
+# Flows for deployments: their forms show the few parameters that everybody needs, and the others in one group.
+
+ADVANCED = "advanced"
+"""The parameter that holds the group."""
+OPTIONS = "AdvancedOptions"
+"""The group's definition in the schema of a form."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class GroupedFlow(FlowWithServer[_P, _R]):
+    """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
+
+    A run takes a parameter of the group beside it too, as Python clients pass it; that one replaces the one in the
+    group, unless only the deployment stores it and the run sets the one in the group.
+
+    Args:
+        flow: the flow that is run, whose parameters are flat.
+        first: names of parameters, at least of the required ones.
+        module: the module that the entrypoint of a deployment names.
+    """
+
+    __signature__: Signature
+    """The form's parameters: Prefect makes a deployment's schema of them."""
+
+    def __init__(self, flow: FlowWithServer[_P, _R], first: Sequence[str], module: str) -> None:
+        known = signature(flow.fn, eval_str=True).parameters
+        by_keyword = {name: each.replace(kind=Parameter.KEYWORD_ONLY) for name, each in known.items()}
+        others = [each for name, each in by_keyword.items() if name not in first]
+        group = _group(others, parameter_docstrings(getdoc(flow.fn)))
+        # Before 3.9, Prefect passes a default that is a `Field` as the argument itself.
+        entry = _entry(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
+        super().__init__(entry, name=flow.name, version=flow.version, persist_result=flow.persist_result)
+        self.flat = flow
+        self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the flow with flat parameters."""
+        return self.flat(*args, **flattened(options))
+
+    def with_options(self, **options: Any) -> Self:
+        """Return a copy with other options and the same form."""
+        other = super().with_options(**options)
+        other.flat = self.flat.with_options(**options)
+        other.__signature__ = self.__signature__
+        return other
+
+    def grouped(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return flat parameters as the form shows them."""
+        first = {name: value for name, value in parameters.items() if name in self.__signature__.parameters}
+        others = {name: value for name, value in parameters.items() if name not in first}
+        return {**first, ADVANCED: others} if others else first
+
+
+def flattened(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a form without the group; one beside the group replaces the one in it.
+
+    Raises:
+        InvalidInput: the group is no mapping.
+    """
+    beside = dict(parameters)
+    group = beside.pop(ADVANCED, None)
+    if not isinstance(group, Mapping | None):
+        raise InvalidInput(f"{ADVANCED}: expected an object with parameters, found a {type(group).__name__}")
+    return {**(group or {}), **beside}
+
+
+def _group(parameters: Sequence[Parameter], descriptions: Mapping[str, str]) -> Parameter:
+    fields: dict[str, Any] = {
+        each.name: (
+            each.annotation,
+            Field(
+                default=each.default,
+                title=each.name,
+                description=descriptions.get(each.name),
+                json_schema_extra={"position": place},
+            ),
+        )
+        for place, each in enumerate(parameters)
+    }
+    strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
+    options = create_model(OPTIONS, __config__=strict, **fields)
+    said = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
+    return Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=said, annotation=options | None)
+
+
+def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
+    """Return the function that a run calls; Prefect's engine refuses parameters that its signature lacks."""
+    function: Callable[..., _R] = flow.fn
+
+    def entry(**given: Any) -> _R:
+        return function(**_joined(given))
+
+    entry.__name__ = entry.__qualname__ = function.__name__
+    entry.__module__ = module
+    entry.__doc__ = function.__doc__
+    vars(entry)["__signature__"] = accepted
+    return entry
+
+
+def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat parameters; those of the group replace defaults, but not what the run was given beside it.
+
+    A form does not show what its deployment stores beside the group: a value that a person sets in the group counts.
+    """
+    flat = dict(given)
+    group: BaseModel | None = flat.pop(ADVANCED)
+    if group is None:
+        return flat
+    beside = _given_to_the_run()
+    differ = [name for name in sorted(group.model_fields_set & beside.keys()) if flat[name] != getattr(group, name)]
+    flat |= {name: getattr(group, name) for name in group.model_fields_set - beside.keys()}
+    stored = _stored_by_the_deployment() if differ else {}
+    for name in differ:
+        is_set = getattr(group, name) != type(group).model_fields[name].default
+        if is_set and _is_only_stored(name, beside, stored):
+            flat[name] = getattr(group, name)
+            get_run_logger().warning(
+                "%s: the value in %r replaces the one that the deployment stores beside the group", name, ADVANCED
+            )
+        else:
+            get_run_logger().warning("%s: the value beside the group replaces the one in %r", name, ADVANCED)
+    return flat
+
+
+def _is_only_stored(name: str, beside: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Whether the deployment stores the value beside the group, and the run was given its own one in the group."""
+    in_group, in_stored_group = ((each.get(ADVANCED) or {}).get(name) for each in (beside, stored))
+    return name in stored and stored[name] == beside[name] and in_group != in_stored_group
+
+
+def _stored_by_the_deployment() -> Mapping[str, Any]:
+    """Return the parameters that the deployment of this flow run stores; none if the server does not say."""
+    if (deployment := deployment_of_run()) is None:
+        return {}
+    with suppress(PrefectException, httpx.HTTPError), get_client(sync_client=True) as client:
+        return client.read_deployment(deployment).parameters
+    return {}
+
+
+def _given_to_the_run() -> Mapping[str, Any]:
+    """Return the parameters of the flow run as they were given, without the defaults that Prefect adds for a call."""
+    context = FlowRunContext.get()
+    return {} if context is None or context.flow_run is None else context.flow_run.parameters

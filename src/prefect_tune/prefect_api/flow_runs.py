@@ -1,0 +1,199 @@
+"""Flow runs of Prefect: their identity, what their states say, *Suspend*, and an end in Failed without a traceback."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun, TaskRunResult
+from prefect.context import FlowRunContext
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
+from prefect.exceptions import Abort
+from prefect.input import RunInput, keyset_from_paused_state
+from prefect.settings import get_current_settings
+from prefect.states import Failed
+
+from prefect_tune.prefect_api.api_errors import prefect_changed
+
+
+def call_path() -> str:
+    """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.
+
+    A run that is started again keeps its id; its subflow runs may be new runs. The key therefore consists of the
+    root run's id and, for each level, the flow and the number of its call. A run that calls the search every night
+    has another key for each call. Journals hold these keys: another key would add samples again.
+
+    To ask upstream: an id of a subflow call that a retry of its caller keeps.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("samples_per_run: expected to run in a flow run, found none")
+    run, calls = context.flow_run, deque[str]()
+    with get_client(sync_client=True) as client:
+        while run.parent_task_run_id is not None:
+            call = client.read_task_run(run.parent_task_run_id)
+            calls.appendleft(_call(run, call))
+            if call.flow_run_id is None:
+                break
+            run = client.read_flow_run(call.flow_run_id)
+    return "/".join([str(run.id), *calls])
+
+
+def _call(run: FlowRun, call: TaskRun) -> str:
+    """Return the flow and the call of a subflow run: the caller's task run if a task called it, else the call's number.
+
+    Calls from tasks have no stable number: it depends on the order in which tasks run. The key `__parents__` is
+    described at `TaskRun.task_inputs`.
+    """
+    callers = call.task_inputs.get("__parents__", ())
+    task = next((str(each.id) for each in callers if isinstance(each, TaskRunResult)), None)
+    return f"{run.flow_id}-{task or call.dynamic_key}"
+
+
+# End a flow run in Failed with an error of our own, without a traceback of this package in its log.
+
+_R = TypeVar("_R")
+
+
+def failed_by(error: Exception, returns: type[_R]) -> _R:
+    """Return a value for a flow to return, in place of one of type `returns`: the flow run then fails by `error`.
+
+    Prefect raises `error` where the flow was called, or returns the state where one was asked for. Its message is
+    that of the state. If the flow raised the error, Prefect would log where.
+
+    A flow with retries raises the error: Prefect 3.8 runs a flow again after an error only, and would leave a run that
+    returns its failure scheduled.
+    """
+    del returns
+    context = FlowRunContext.get()
+    if context is not None and context.flow is not None and context.flow.retries:
+        raise error
+    return cast("_R", Failed(message=str(error), data=error))
+
+
+# What the states of a flow run say: whether it is alive, and who started it last, a person or an automation.
+#
+# To ask upstream: that a state records who set it, a person or an automation.
+
+_BY_A_PERSON = frozenset({StateType.PAUSED, StateType.FAILED, StateType.CANCELLED, StateType.COMPLETED})
+_RETRIED = "Retr"
+"""Begins the messages of a retry: "Retry from the UI", "Retried via CLI"."""
+_RESUMED = "Resuming"
+
+
+def in_order(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
+    """Return the states of a run, oldest first."""
+    return sorted(states, key=lambda each: each.timestamp)
+
+
+def is_started_by_hand(states: Sequence[State[Any]]) -> bool:
+    """Whether a person resumed or retried the run at its last start.
+
+    A run that has not crashed is started again by a person: automations of this package restart only crashed ones. Of
+    a crashed run only the state's message says so. If Prefect words it otherwise, a retry of a crashed run counts as
+    automatic; the run that ends with `CrashLoop` then is Failed, and its retry counts as a person's.
+    """
+    started = [(before, each) for before, each in pairwise((None, *in_order(states))) if each and _is_scheduled(each)]
+    if not started:
+        return False
+    before, last = started[-1]
+    if before is not None and before.type in _BY_A_PERSON:
+        return True
+    return (last.message or "").startswith(_RETRIED)
+
+
+def is_resumed(states: Sequence[State[Any]]) -> bool:
+    """Whether *Resume* is among these states of a run, which follow its suspension; a forced retry is no *Resume*."""
+    return any(_is_scheduled(each) and each.name == _RESUMED for each in states)
+
+
+def is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
+    """Whether the run waits for a person, or sent a heartbeat within three periods, if heartbeats are on."""
+    if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
+        return False
+    every = get_current_settings().flows.heartbeat_frequency
+    if run.state.is_paused() or every is None:
+        # Without heartbeats, nothing tells a run that is being cancelled from one whose worker has gone.
+        return not run.state.is_cancelling()
+    patience = timedelta(seconds=3 * every)
+    signs = EventFilter(
+        occurred=EventOccurredFilter(since=datetime.now(UTC) - patience),
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
+        order=EventOrder.DESC,
+    )
+    began = run.state.timestamp
+    return datetime.now(UTC) - began < patience or bool(client.read_events(signs, limit=1).events)
+
+
+def _is_scheduled(state: State[Any]) -> bool:
+    return state.type is StateType.SCHEDULED
+
+
+# *Suspend* of a flow run: detect it, keep it from interrupting tasks, and give it an input form.
+#
+# To ask upstream: a public `is_suspended()`; a context in which tasks still run, so that a suspended run can save;
+# `suspend_flow_run` on a run that is Suspended already; and that form and state are set in one request.
+
+_FIELD = "flow_run_suspension_request"
+
+
+def is_suspended() -> bool:
+    """Whether the flow run of this context was suspended. It makes no request: Prefect watches the run's state."""
+    return suspended_state() is not None
+
+
+def suspended_state() -> State[Any] | None:
+    """Return the state with which the flow run of this context was suspended; None if it was not."""
+    context = FlowRunContext.get()
+    return _suspension_of(context).get_state() if context else None
+
+
+@contextmanager
+def ignoring_suspension() -> Iterator[None]:
+    """Let tasks in this context run although the flow run is suspended.
+
+    Otherwise Prefect raises `Pause` in the thread that submits the next task, which may be the one that saves.
+
+    Raises:
+        TuneError: this Prefect has no known way to do so.
+    """
+    context = FlowRunContext.get()
+    if context is None:
+        yield
+        return
+    with context.model_copy(update={_FIELD: type(_suspension_of(context))()}):
+        yield
+
+
+def _suspension_of(context: FlowRunContext) -> Any:
+    """Return Prefect's request to suspend, which its threads share through the context."""
+    if _FIELD not in FlowRunContext.model_fields:
+        raise prefect_changed(f"FlowRunContext.{_FIELD} is gone, without which a suspended run cannot save")
+    return getattr(context, _FIELD)
+
+
+def set_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
+    """Set a running or suspended flow run to `state`, Suspended or Paused, with the form that *Resume* asks.
+
+    `suspend_flow_run` and `pause_flow_run` save the form after the state: a process that ends in between leaves a run
+    that the UI cannot resume, and they refuse a run that was suspended in the UI. So the form is saved first. The state
+    is forced: the server's rules refuse it for a suspended run, and from 3.9 on delete the form when they accept it.
+
+    Raises:
+        Abort: the run is neither running nor suspended any more.
+    """
+    keyset = keyset_from_paused_state(state)
+    state.state_details.run_input_keyset = {str(name): each for name, each in keyset.items()}
+    form.save(keyset, run_id)
+    now = client.read_flow_run(run_id).state
+    if now is None or not (now.is_running() or now.is_paused()):
+        raise Abort(f"The flow run is {now.name if now else 'deleted'} now: this process leaves it so.")
+    state.state_details.pause_timeout = state.state_details.pause_timeout or now.state_details.pause_timeout
+    client.set_flow_run_state(run_id, state, force=True)

@@ -1,1 +1,0 @@
-"""Flow runs of Prefect: their identity, states, suspension and failure."""

@@ -1,0 +1,261 @@
+"""Task runs of Prefect: how they start, what they log, how their calls are typed, and how dead ones end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, overload
+from uuid import UUID
+
+import httpx
+from prefect import Task, task, task_engine
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import State, StateType, TaskRun, TaskRunResult
+from prefect.client.schemas.sorting import TaskRunSort
+from prefect.context import FlowRunContext
+from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter, EventOccurredFilter, EventOrder
+from prefect.exceptions import PrefectException
+from prefect.futures import PrefectFuture, PrefectFutureList
+from prefect.states import Crashed
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from prefect.utilities.callables import get_call_parameters
+
+from prefect_tune.prefect_api.flow_runs import in_order, is_alive
+
+_TIMEOUT_SECONDS = 10.0
+_LOOK_AGAIN_SECONDS = 30.0
+_LIVE = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
+_BY_THE_PROCESS = ["prefect.flow-run.heartbeat", "prefect.task-run.", "prefect.asset.", "prefect-tune."]
+"""Names of events that the process of a flow run sends begin so; others come from the server and the worker."""
+
+
+def set_crashed(
+    flow_run: UUID, is_dead: Callable[[TaskRun], bool], *, successor: str, started_again: bool, has_ended: bool
+) -> None:
+    """Set the task runs of `flow_run` that `is_dead`, and those that they called, to Crashed, once the run is dead.
+
+    While it may be alive, this waits: the server may not know yet that a process was killed. Ended task runs stay as
+    they are. If the server does not answer or refuses, nothing is set: states only inform.
+
+    Args:
+        flow_run: the flow run.
+        is_dead: whether a task run is to be set, if it has not ended.
+        successor: what took over, for the message of the new states.
+        started_again: whether the flow run itself runs again by now.
+        has_ended: whether the process of the flow run is known to have ended; else the server is asked.
+    """
+    with (
+        suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
+        get_client(sync_client=True, httpx_settings={"timeout": _TIMEOUT_SECONDS}) as client,
+    ):
+        while not has_ended and is_alive(client.read_flow_run(flow_run), client):
+            if not any(map(is_dead, _live_task_runs(client, flow_run))):
+                return
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        live = _live_task_runs(client, flow_run)
+        waiting = deque(each for each in live if is_dead(each))
+        seen = _last_seen(client, flow_run, started_again=started_again) if waiting else None
+        while waiting:
+            dead = waiting.popleft()
+            crashed: State[Any] = Crashed(message=f"its process was lost{_since(dead, seen)}; {successor} took over")
+            client.set_task_run_state(dead.id, crashed, force=True)
+            waiting.extend(each for each in live if dead.id in _callers(each))
+
+
+def _live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
+    """Return all task runs that have not ended; the server returns no more than its limit at a time, 200 by default."""
+    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE)))
+    runs: list[TaskRun] = []
+    while page := client.read_task_runs(
+        flow_run_filter=of_run, task_run_filter=live, sort=TaskRunSort.ID_DESC, offset=len(runs)
+    ):
+        runs += page
+    return runs
+
+
+def _last_seen(client: SyncPrefectClient, flow_run: UUID, *, started_again: bool) -> datetime | None:
+    """Return the time of the last event of the lost process that runs the flow; None if there is none, or no answer."""
+    signs = EventFilter(
+        event=EventNameFilter(prefix=_BY_THE_PROCESS),
+        any_resource=EventAnyResourceFilter(id=[f"prefect.flow-run.{flow_run}"]),
+        order=EventOrder.DESC,
+    )
+    with suppress(PrefectException, httpx.HTTPError):
+        starts = [each for each in in_order(client.read_flow_run_states(flow_run)) if each.is_running()]
+        if started_again and starts:  # later events come from the new process
+            signs.occurred = EventOccurredFilter(until=starts[-1].timestamp)
+        return next((each.occurred for each in client.read_events(signs, limit=1).events), None)
+    return None
+
+
+def _since(run: TaskRun, seen: datetime | None) -> str:
+    """Return when the process was last seen; empty for an event of before the task run: it tells nothing of its end."""
+    if seen is None or run.start_time is None or seen < run.start_time:
+        return ""
+    return f" (last seen at {seen:%Y-%m-%d %H:%M:%S} UTC)"
+
+
+def _callers(run: TaskRun) -> set[UUID]:
+    """Return the task runs that called `run`. The key is described at `TaskRun.task_inputs`."""
+    return {each.id for each in run.task_inputs.get("__parents__", ()) if isinstance(each, TaskRunResult)}
+
+
+# The type of the public tasks: Prefect's own types of `submit` are partly unknown to pyright, and lack `wait_for`.
+#
+# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is no valid signature, so that pyright
+# takes its arguments as unknown, and mypy asks for `return_state` too.
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+if TYPE_CHECKING:
+
+    class PublicTask(Task[_P, _R]):
+        """A Prefect task whose calls are checked; at run time it is a plain one.
+
+        `return_state=True` is left out of the types: the calls take it as any task of Prefect.
+        """
+
+        def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # see above
+            ...
+
+        @overload  # type: ignore[override]  # see above
+        def submit(self, *args: _P.args, **options: _P.kwargs) -> PrefectFuture[_R]: ...
+        @overload
+        def submit(self, *args: Any, wait_for: Iterable[PrefectFuture[Any]], **options: Any) -> PrefectFuture[_R]: ...
+        def submit(self, *args: Any, **options: Any) -> PrefectFuture[_R]: ...
+
+        def map(self, *args: Any, **options: Any) -> PrefectFutureList[_R]:  # type: ignore[override]  # see above
+            ...
+
+
+def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _R]]:
+    """Return a decorator that makes a Prefect task, with the options of `prefect.task`."""
+    return cast("Callable[[Callable[_P, _R]], PublicTask[_P, _R]]", task(**options))
+
+
+# Keep Prefect's messages about the ends of inner tasks, and its events that were not sent, out of a search's log.
+#
+# To ask upstream: an option of a task that leaves out the message of its end; that a service which fails to process an
+# item logs no `repr` of it: that of an event has 14 lines.
+
+RUN_TRIAL = "run-trial"
+"""The name of the task of an attempt: the log of its search says how it ended."""
+_ENGINE = "task_engine"
+_ENDED = "Finished in state"
+_RETURNED_FAILED = "Task run failed with state"
+_SERVICES = "prefect._internal.concurrency"
+_NOT_SENT = "Service %r failed to process item %r"
+_NOT_SENT_AGAIN_SECONDS = 60.0
+_is_quiet: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default=False)
+
+
+@contextmanager
+def quiet_inner_tasks() -> Iterator[None]:
+    """Leave out what Prefect logs about the ends of tasks in this context, except failures, and of attempts.
+
+    An item that one of Prefect's services could not send, such as an event while the server is down, is one line
+    without the item, at most once a minute. At the log level DEBUG nothing is left out.
+    """
+    logging.getLogger(_SERVICES).addFilter(_without_item)  # adding it again has no effect
+    logging.getLogger("prefect.task_runs").addFilter(_says_more)
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
+def _says_more(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that a task has ended. Messages that Prefect words otherwise are kept."""
+    if record.module != _ENGINE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+        return True
+    message, is_attempt = str(record.msg), getattr(record, "task_name", "") == RUN_TRIAL
+    if message.startswith(_ENDED):
+        return not (is_attempt or (_is_quiet.get() and record.levelno <= logging.INFO))
+    return not (is_attempt and message.startswith(_RETURNED_FAILED))
+
+
+_last_logged = {"seconds": -_NOT_SENT_AGAIN_SECONDS}
+
+
+def _without_item(record: logging.LogRecord) -> bool:
+    """Replace the item in the message of a service that could not send it; drop the message within the same minute."""
+    if record.msg != _NOT_SENT or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+        return True
+    service, now = next(iter(record.args)), time.monotonic()
+    if now - _last_logged["seconds"] < _NOT_SENT_AGAIN_SECONDS:
+        return False
+    _last_logged["seconds"] = now
+    record.msg = "Prefect's %s could not send an item: its server may be down. Training continues."
+    record.args = (service,)
+    return True
+
+
+# Run a task without the state Pending, which costs a Prefect server as much as each of its other two states.
+#
+# For each state of a task run Prefect's client sends an event, and its server stores the state in a transaction of its
+# own. A task that is called, and waits for nothing, is Pending for less than a millisecond.
+#
+# To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
+# `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
+
+# None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous, and opens a client.
+_create = getattr(task_engine, "_create_task_run_locally", None)
+
+
+def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+    """Run a synchronous task as `task(...)` does, in this thread; its task run begins with the state Running.
+
+    With tags it begins with Pending: it may wait for a slot of their concurrency limits. Raises what the task raises.
+    """
+    return cast("_R", _run(task, "result", args, options))
+
+
+def run_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
+    """Run a task as `run_here` does, and return the final state of its run; an error of the task is in the state."""
+    return cast("State[Any]", _run(task, "state", args, options))
+
+
+def _run(
+    task: Task[Any, Any],
+    returned: Literal["result", "state"],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> object:
+    parameters = get_call_parameters(task.fn, args, options)
+    task_run = _create(task, parameters=parameters) if _create else None
+    if task_run is None or task_run.tags:
+        return task(*args, **options, return_state=returned == "state")
+    return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=returned)
+
+
+# How many tasks a task runner of threads runs at once.
+#
+# To ask upstream: a public `max_workers` of `ThreadPoolTaskRunner`.
+
+
+def max_workers_here() -> int | None:
+    """Return `max_workers` of this flow's task runner, as given or set; None if it is unlimited, or no thread pool."""
+    context = FlowRunContext.get()
+    return None if context is None else max_workers_of(context.task_runner)
+
+
+def max_workers_of(runner: TaskRunner[Any]) -> int | None:
+    """Return `max_workers` of a task runner, as given or set; None if it is unlimited, or no thread pool."""
+    found = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
+    return found if isinstance(found, int) and found < sys.maxsize else None

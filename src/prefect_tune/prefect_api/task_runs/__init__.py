@@ -1,1 +1,0 @@
-"""Task runs of Prefect: how they start, what they log, and how those of dead processes end."""

@@ -1,0 +1,375 @@
+"""Results of an experiment: its best trials, learning curves, errors and checkpoints, also as tables."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from prefect_tune.arrow_tables import metric_columns, trials_as_arrow
+from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import (
+    Losses,
+    Scope,
+    best_saved,
+    counted,
+    curve,
+    front,
+    losses_in,
+    objective_in,
+    ranked,
+    scored,
+    smallest_first,
+    trial_named,
+    valid_scope,
+)
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.html_tables import cell_html, paragraph, soft
+from prefect_tune.core.journal.journal import history, load, trial_today
+from prefect_tune.core.models import StepReport, first_line, flat, metric_in
+from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.storage.layout import JournalKey, Rows, TrialKey, no_experiment
+from prefect_tune.core.texts import nearest
+from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
+from prefect_tune.runtime.checkpoint import Checkpoint
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.tasks.publish_results import read_reports
+from prefect_tune.terminal.progress_view import common_metrics, trials_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+
+_TIMEOUT = timedelta(minutes=10)
+_DISPLAY_TIMEOUT = timedelta(seconds=20)
+
+
+def load_results(
+    target: StorageTarget | str | os.PathLike[str],
+    experiment: str,
+    *,
+    metric: str | Sequence[str] | None = None,
+    mode: Mode | Sequence[Mode] = "min",
+) -> Results:
+    """Read the results of an experiment from its target, as of its journal's last entry; run and write nothing.
+
+    The experiment may still be running.
+
+    Args:
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, a URI, or a path.
+        experiment: its name on the target.
+        metric: the reported metric, or several, by which trials are compared. Default: the metric of the search and
+            its mode, from the journal.
+        mode: of `metric`: `"min"` if a small value is good, `"max"` if a large one is; one for all metrics, or one
+            for each.
+
+    Raises:
+        InvalidInput: the target has no such experiment.
+        JournalCorrupt: entries of its journal are missing or damaged.
+        StoreUnavailable: the target did not answer.
+    """
+    place = resolve_existing(target)
+    with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        state = load(store, experiment, side_by_side=transfers)
+        if not state.number:
+            raise InvalidInput(no_experiment(store, experiment, place.uri))
+    return Results(state, place, _compared_by(objective_in(state.settings), metric, mode))
+
+
+def _compared_by(
+    known: Objective | None, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
+) -> Objective | None:
+    """Return the objective of `metric` and `mode`, or that of the search without a metric.
+
+    Raises:
+        InvalidInput: `mode` contradicts that of the search, whose metric is compared.
+    """
+    if metric is not None:
+        return objective_of(metric, mode)
+    if known is not None and mode != "min" and objective_of(known.metrics, mode) != known:
+        found = ", ".join(f"{mode} {name}" for name, mode in zip(known.metrics, known.modes, strict=True))
+        raise InvalidInput(f"mode {mode!r} without a metric: the search has {found}; name the metric, too")
+    return known
+
+
+class Trials(Mapping[str, Trial]):
+    """The trials of an experiment by name; printed, or shown in a notebook, as a table of the first 20."""
+
+    def __init__(self, trials: Mapping[str, Trial], metrics: Sequence[str] = ()) -> None:
+        """Args: metrics: those to show; by default all of them."""
+        self._trials = trials
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> Trial:
+        return self._trials[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trials)
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __repr__(self) -> str:
+        shown, console = list(self.values())[:MOST_ROWS], Console(color_system=None, force_jupyter=False)
+        with console.capture() as text:
+            console.print(trials_table(shown, self._metrics or common_metrics(shown), width=console.width))
+        lines = [each.rstrip() for each in text.get().splitlines()] if shown else ["no trials"]
+        return "\n".join([*lines, more_trials(len(self) - len(shown))]).rstrip()
+
+    def _repr_html_(self) -> str:
+        shown = list(self.values())[:MOST_ROWS]
+        table = trials_html(shown, self._metrics or common_metrics(shown))
+        return cell_html(table, paragraph(soft(more_trials(len(self) - len(shown)) if shown else "no trials")))
+
+
+@dataclass(frozen=True, repr=False)
+class Results:
+    """The state of an experiment when it was read. Curves, reports and checkpoints are read on demand."""
+
+    experiment: Experiment
+    target: StorageTarget
+    """Where the experiment is stored."""
+    objective: Objective | None
+    """What trials are compared by; None if the experiment has no metric."""
+
+    @property
+    def trials(self) -> Trials:
+        """Every trial by its name, in the order in which they were proposed."""
+        return Trials(self.experiment.trials, self.objective.metrics if self.objective else ())
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """Why trials errored, by trial."""
+        return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
+
+    # ------------------------------------------------------------------------------------------------- the best
+
+    @property
+    def best(self) -> Trial:
+        """The trial whose last report is the best: `best_trial()`, which compares other reports too. Raises as it."""
+        return self.best_trial()
+
+    def best_trial(
+        self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: Scope = "last"
+    ) -> Trial:
+        """Return the best trial; of equal ones the one that was proposed first.
+
+        Trials that still run or have errored count too, by what they reported; see `status`.
+
+        Args:
+            metric: the metric to compare by; of several the first decides, and the next one between equals.
+                Default: the metric of the search.
+            mode: of `metric`, as in `load_results`.
+            scope: the reports to compare: the last one (`"last"`, as wherever a trial is called the best), the best
+                one of each trial (`"all"`), the mean of all (`"avg"`), or that of the last five or ten
+                (`"last-5-avg"`, `"last-10-avg"`).
+
+        Raises:
+            InvalidInput: there is no metric to compare by, or no trial reported it.
+        """
+        return self._ranked(self._by(metric, mode), valid_scope(scope))[0][0]
+
+    @property
+    def best_trials(self) -> Sequence[Trial]:
+        """The trials that no other trial dominates, by their last reports.
+
+        With several metrics they are the Pareto front, sorted by the first metric. Raises as `best_trial`.
+        """
+        return front(self._ranked(self._by(None, "min"), "last"))
+
+    def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
+        objective = _compared_by(self.objective, metric, mode)
+        if objective is None:
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
+            )
+        return objective
+
+    def _ranked(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
+        trials = self.trials.values()
+        found = self._ranked_by_curves(objective, scope) if scope != "last" else ranked(trials, objective)
+        if not found:
+            why = why_none(trials, objective, scope, lambda: self._curves_of(objective.metrics))
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
+                f"{', '.join(objective.metrics)}: {why}"
+            )
+        return found
+
+    def _ranked_by_curves(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
+        curves = self._curves_of(objective.metrics)
+        return smallest_first(
+            (each, scored(curves.get(each.trial, ()), objective, scope)) for each in self.trials.values()
+        )
+
+    def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
+        columns = metric_columns(self._reports, metrics)
+        curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
+        for row in self._reports.select(["trial", *columns.values()]).to_pylist():
+            curves[row["trial"]].append({name: row[column] for name, column in columns.items()})
+        return curves
+
+    # ------------------------------------------------------------------------------------------------ one trial
+
+    def curve(self, trial: str | Trial) -> Sequence[StepReport]:
+        """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
+        known = self._trial(trial)
+        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
+        last = known.absorbed if known.apart else self.experiment.number
+        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+            entries = history(store, journal, side_by_side=transfers)
+        return curve((entry for entry in entries if entry.number <= last), known.trial)
+
+    def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
+        """Return the newest committed checkpoint of a trial; None if it has none."""
+        (known,) = self._today(trial)
+        key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
+        return self.target.checkpoint(key) if key else None
+
+    def best_checkpoint(
+        self,
+        trial: str | Trial | None = None,
+        metric: str | Sequence[str] | None = None,
+        mode: Mode | Sequence[Mode] = "min",
+    ) -> Checkpoint | None:
+        """Return the checkpoint whose step has the best report: of all trials, or of one.
+
+        `best_trial` compares last reports, so that this may be a checkpoint of another trial. Of several metrics the
+        first decides, and the next one between equals; of equally good checkpoints it is that of the trial that was
+        proposed first, and of its ones the oldest, which `Retention(best=1)` keeps. None if no kept checkpoint has the
+        metrics.
+
+        Args:
+            trial: the trial. Default: all trials.
+            metric: as in `best_trial`.
+            mode: as in `best_trial`.
+
+        Raises:
+            InvalidInput: there is no metric to compare by, or no such trial.
+        """
+        objective = self._by(metric, mode)
+        saved = {each.trial: best_saved(each.checkpoints, objective) for each in self._today(trial)}
+        compared = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
+        for name, _ in smallest_first(compared)[:1]:
+            folder = TrialKey(experiment=self.experiment.name, trial=name)
+            return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
+        return None
+
+    def _today(self, trial: str | Trial | None) -> Sequence[Trial]:
+        """Return the present state of a trial, or of all: it may have saved since, and deleted older checkpoints."""
+        trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
+        if all(each.phase in ENDED for each in trials):
+            return trials
+        name = self.experiment.name
+        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+            return [
+                each if each.phase in ENDED else trial_today(store, name, each, side_by_side=transfers)
+                for each in trials
+            ]
+
+    def _trial(self, trial: str | Trial) -> Trial:
+        return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
+
+    # --------------------------------------------------------------------------------------------------- tables
+
+    def to_arrow(self, rows: Rows = "trials") -> pa.Table:
+        """Return a table with a row for each trial, or for each report of the learning curves.
+
+        Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
+        experiment that has ended are read from its published file, those of a running one from its journals.
+
+        Raises:
+            InvalidInput: `rows` is neither `"trials"` nor `"reports"`.
+        """
+        match rows:
+            case "trials":
+                return trials_as_arrow(self.experiment)
+            case "reports":
+                return self._reports
+            case _:
+                raise InvalidInput(f"rows {rows!r}: expected 'trials' or 'reports'")
+
+    def to_pandas(self, rows: Rows = "trials") -> pd.DataFrame:
+        """Return the same as a pandas `DataFrame`.
+
+        Raises:
+            InvalidInput: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it; its own error is less plain
+        except ImportError as missing:
+            install = "pip install 'prefect-tune[pandas]'"
+            raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` does not need it") from missing
+        return self.to_arrow(rows).to_pandas()
+
+    @cached_property
+    def _reports(self) -> pa.Table:
+        return self._read_reports(_TIMEOUT)
+
+    def _read_reports(self, timeout: timedelta) -> pa.Table:
+        with self.target.open(timeout=timeout) as store:
+            return read_reports(store, self.experiment)
+
+    def _repr_html_(self) -> str:
+        """Return the results for a notebook; the learning curves are read from the target, for at most 20 s."""
+        return results_html(self.experiment, self.objective, self.target.uri, self._points)
+
+    def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
+        """Return the learning curves of some trials, thinned out. Raises the target's errors."""
+        reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
+        return curve_points(reports, trials, metrics)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
+
+
+# ----------------------------------------------------------------------------------- why there is no best one
+
+Curves = Mapping[str, Sequence[Mapping[str, object]]]
+
+
+def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: Callable[[], Curves]) -> str:
+    """Return why none of the trials can be ranked by `scope`.
+
+    Args:
+        curves: reads all reports of all trials; called only if their last reports do not explain it.
+    """
+    errored = [each.trial for each in trials if each.status is Status.ERRORED]
+    names = sorted({name for each in trials for name in flat(each.metrics)})
+    if said := _as_text(trials, objective):
+        return said
+    if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves().values()):
+        return f"the last reports have {names}; scope='all' looks at all reports"
+    if errored and len(errored) == len(trials):
+        first = next(iter(trials))
+        return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
+    return f"their reports have {names}{_meant(objective, names)}" if names else "nothing was reported"
+
+
+def _meant(objective: Objective, names: Sequence[str]) -> str:
+    """Return `; did you mean 'eval/loss'?` for a metric that is similar to a name, or to the last part of one."""
+    by_last_part = {name.rpartition("/")[2]: name for name in names}
+    for each in objective.metrics:
+        near = nearest(each, names) or by_last_part.get(nearest(each, by_last_part) or each)
+        if each not in names and near is not None:
+            return f"; did you mean {near!r}?"
+    return ""
+
+
+def _as_text(trials: Collection[Trial], objective: Objective) -> str:
+    for each in trials:
+        found = {name: metric_in(each.metrics, name) for name in objective.metrics}
+        texts = {name: value for name, value in found.items() if isinstance(value, str)}
+        if texts:
+            return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
+    return ""

@@ -1,1 +1,0 @@
-"""The results of an experiment: best trial, all trials, errors, tables."""

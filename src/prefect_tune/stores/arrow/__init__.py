@@ -1,1 +1,0 @@
-"""Object stores on pyarrow and fsspec file systems."""

@@ -1,0 +1,513 @@
+"""The location of a checkpoint's files (a local directory, or a folder of a target) and how to read them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
+
+import pyarrow as pa
+import pyarrow.fs as arrow
+
+from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.download import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
+from prefect_tune.stores.open_location import (
+    Client,
+    Location,
+    arrow_filesystem,
+    open_arrow,
+    open_location,
+    read_uri,
+)
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+    from prefect_tune.core.storage.layout import CheckpointKey
+    from prefect_tune.core.storage.object_store import ObjectStore
+    from prefect_tune.stores.local.node_cache import DirectoryCopy, NodeCopies
+
+
+# A committed checkpoint as a read-only pyarrow file system, with its files below the checkpoint's path.
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def committed_view(place: TargetPlace) -> arrow.FileSystem:
+    """Return a read-only file system that shows the files of the checkpoint at `place` below `place.path`.
+
+    Bytes are read when they are used, and verified. The file system can be pickled.
+    """
+    return arrow.PyFileSystem(_View(place))
+
+
+class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
+    def __init__(self, place: TargetPlace) -> None:
+        self._place = place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _View) and other._place == self._place
+
+    def __hash__(self) -> int:
+        return hash(self._place.path)
+
+    def __reduce__(self) -> tuple[type[_View], tuple[TargetPlace]]:
+        return _View, (self._place,)  # the manifest is read again where it is unpickled
+
+    def get_type_name(self) -> str:
+        return "prefect-tune"
+
+    def normalize_path(self, path: str) -> str:
+        return path.rstrip("/")
+
+    def get_file_info(self, paths: Sequence[str]) -> list[arrow.FileInfo]:
+        return [self._info(path) for path in paths]
+
+    def get_file_info_selector(self, selector: arrow.FileSelector) -> list[arrow.FileInfo]:
+        base = selector.base_dir.rstrip("/")
+        if self._info(base).type != arrow.FileType.Directory:
+            if selector.allow_not_found:
+                return []
+            raise FileNotFoundError(base)
+        below = [path for path in (*self._files, *self._folders) if path.startswith(f"{base}/")]
+        wanted = below if selector.recursive else [path for path in below if "/" not in path[len(base) + 1 :]]
+        return [self._info(path) for path in sorted(wanted)]
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        return pa.PythonFile(io.BufferedReader(self._opened(path), 1 << 20), mode="r")
+
+    def open_input_stream(self, path: str) -> pa.PythonFile:
+        return self.open_input_file(path)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PermissionError(f"{self._place.name}: a committed checkpoint is read-only; save a new one")
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
+    move = copy_file = open_output_stream = open_append_stream = _refuse
+
+    @cached_property
+    def _copy(self) -> tuple[Manifest, bytes | None]:
+        """The manifest of a copy, and the bytes of its metadata file."""
+        with self._place.open(timeout=_TIMEOUT) as store:
+            manifest = self._place.manifest(store)
+            if manifest is None:
+                expected = "expected a committed checkpoint, found a plain directory"
+                raise CheckpointNotFound(f"{self._place.name}: {expected}")
+            metadata = metadata_of_copy(store, manifest.key.metadata_folder, manifest)
+        return manifest_of_copy(manifest, metadata), metadata
+
+    @cached_property
+    def _files(self) -> dict[str, FileRef]:
+        return {f"{self._place.path}/{file.path}": file for file in self._copy[0].files}
+
+    @cached_property
+    def _folders(self) -> frozenset[str]:
+        root = self._place.path
+        empty = [f"{root}/{folder}" for folder in self._copy[0].empty_directories]
+        return frozenset(empty).union(*(_folders_of(path, root) for path in (*self._files, *empty)))
+
+    def _info(self, path: str) -> arrow.FileInfo:
+        bare = path.rstrip("/")
+        if file := self._files.get(bare):
+            return arrow.FileInfo(bare, arrow.FileType.File, size=file.size_bytes)
+        is_folder = bare == self._place.path or bare in self._folders
+        return arrow.FileInfo(bare, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
+
+    def _opened(self, path: str) -> io.RawIOBase | io.BytesIO:
+        if not (file := self._files.get(path.rstrip("/"))):
+            raise FileNotFoundError(path)
+        manifest, metadata = self._copy
+        if file.path == METADATA_FILE and metadata is not None:
+            return io.BytesIO(metadata)
+        return _VerifiedFile(self._place, manifest, file)
+
+
+def _folders_of(path: str, root: str) -> Iterable[str]:
+    while (path := path.rpartition("/")[0]) and path != root:
+        yield path
+
+
+class _VerifiedFile(io.RawIOBase):
+    """One file of a checkpoint, read chunk by chunk; the last chunk is kept."""
+
+    def __init__(self, place: TargetPlace, manifest: Manifest, file: FileRef) -> None:
+        self._place = place
+        self._manifest = manifest
+        self._file = file
+        self._at = 0
+        self._chunk_start = 0
+        self._chunk = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._file.size_bytes:
+            return 0
+        self._load()
+        start = self._at - self._chunk_start
+        data = self._chunk[start : start + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _load(self) -> None:
+        """Read the chunk that holds the current position, unless it is the one kept."""
+        if self._chunk_start <= self._at < self._chunk_start + len(self._chunk):
+            return
+        for start, chunk in self._file.placed_chunks():
+            if start <= self._at < start + chunk.length:
+                alone = FileRef(path=self._file.path, size_bytes=chunk.length, chunks=(chunk,))
+                with self._place.open(timeout=_TIMEOUT) as store:
+                    self._chunk_start, self._chunk = start, read_committed(store, self._manifest, alone)
+                return
+
+
+Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
+
+_COMMITTED = re.compile(
+    r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/trials/(?P<trial>[^/]+)"
+    r"/checkpoints/(?P<step>\d{10,})-(?P<sequence>\d{10,}))"
+)
+
+
+class Opener(Protocol):
+    """Opens a target's root, as the `open` of a target block does. Must be picklable."""
+
+    def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
+
+
+def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
+    """Return the location that `path` names, on `filesystem` if one is given. Opens and requests nothing.
+
+    Raises:
+        InvalidInput: `path` is not valid, or has a scheme besides `filesystem`.
+    """
+    text = os.fspath(path)
+    if filesystem is not None:
+        return _on_filesystem(text, _as_arrow(filesystem))
+    location = read_uri(text)
+    return LocalPlace(location.path) if location.client is Client.FILES else _at(location)
+
+
+def _at(location: Location) -> TargetPlace:
+    root, folder = _split(location.path)
+    return TargetPlace(
+        open=partial(open_location, location.at(root)),
+        folder=folder,
+        name=location.uri,
+        path=location.arrow_path,
+        kind=location.scheme,
+        plain_filesystem=partial(arrow_filesystem, location),
+    )
+
+
+def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlace:
+    if "://" in path:
+        raise InvalidInput(f"{path!r}: with a filesystem, expected a path on it, without a scheme")
+    if filesystem.type_name == "local":
+        return LocalPlace(os.path.abspath(path))  # noqa: PTH100  links are kept, as they were written
+    bare = path.rstrip("/")
+    root, folder = _split(bare)
+    return TargetPlace(
+        open=partial(_open_arrow, filesystem, root),
+        folder=folder,
+        name=f"{filesystem.type_name}:{bare}",
+        path=bare,
+        kind=filesystem.type_name,
+        plain_filesystem=partial(_identity, filesystem),
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Split `path` into a target's root and a folder: before the experiment of a checkpoint, else before the name.
+
+    So that a missing directory and a missing target give different errors.
+    """
+    if committed := _COMMITTED.fullmatch(path):
+        return committed["root"] or "", committed["folder"]
+    above, slash, name = path.rpartition("/")
+    return (above or slash, name) if slash else (path, "")
+
+
+def _identity(filesystem: FileSystem) -> FileSystem:
+    return filesystem
+
+
+def _as_arrow(filesystem: FileSystem) -> FileSystem:
+    if hasattr(filesystem, "type_name"):
+        return filesystem
+    import pyarrow.fs as arrow
+
+    return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
+
+
+@contextmanager
+def _open_arrow(filesystem: FileSystem, root: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
+    with open_arrow(partial(_identity, filesystem), root, filesystem.type_name, timeout=timeout) as store:
+        yield store
+
+
+# ------------------------------------------------------------------------------------------- a local directory
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A directory of this machine."""
+
+    path: str
+    kind: str = "local"
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
+
+    def now(self) -> LocalPlace | TargetPlace:
+        """Return itself, or a `TargetPlace` if this is the folder of a committed checkpoint on a local target."""
+        committed = _COMMITTED.fullmatch(self.path)
+        if not committed or not Path(self.path, "manifest.json").is_file():
+            return self
+        return _at(Location(Client.FILES, "file", "", self.path))
+
+    def filesystem(self) -> FileSystem:
+        import pyarrow.fs as arrow
+
+        return arrow.LocalFileSystem()
+
+    @contextmanager
+    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
+        self.require_there()
+        yield self.path
+
+    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.directories import copy_directory, seal_of
+        from prefect_tune.stores.local.node_cache import DirectoryCopy
+
+        self.require_there()
+        here = f"{self.path} as {seal_of(Path(self.path))}"
+        return DirectoryCopy(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
+
+    def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
+
+        self.require_there()
+        file = Path(self.path, METADATA_FILE)
+        return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
+
+    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+        import json
+
+        from prefect_tune.core.checkpoints.metadata import plain_metadata
+        from prefect_tune.stores.local.directories import replace_file
+        from prefect_tune.stores.local.download import METADATA_FILE
+        from prefect_tune.stores.local.file_lock import FileLock, Share
+        from prefect_tune.stores.local.node_cache import node_folder
+
+        self.require_there()
+        locks = node_folder() / "metadata"
+        locks.mkdir(mode=0o700, exist_ok=True)
+        with FileLock.take(locks / f"{_short(os.fsencode(os.path.realpath(self.path)))}.lock", Share.ALONE, deadline):
+            said = plain_metadata(change(self.metadata(deadline)))
+            replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
+
+    def require_there(self) -> None:
+        """Raise `CheckpointNotFound` if there is no such directory."""
+        if not Path(self.path).is_dir():
+            raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
+
+
+def _never(directory: Path) -> bool:  # noqa: ARG001  the answer to whether it holds certain bytes
+    return False
+
+
+def _short(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------- on a target
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """A folder of a store: how to open the store, the folder's path below its root, and its names."""
+
+    open: Opener
+    folder: str
+    name: str
+    path: str
+    kind: str
+    plain_filesystem: Callable[[], FileSystem] | None = None
+
+    def now(self) -> TargetPlace:
+        """Return itself."""
+        return self
+
+    def filesystem(self) -> FileSystem:
+        if self.plain_filesystem is None or self._key() is not None:
+            from prefect_tune.stores.checkpoint_location import committed_view
+
+            return committed_view(self)
+        return self.plain_filesystem()
+
+    @contextmanager
+    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:
+        with ExitStack() as copies:
+            with self._opened(deadline) as (store, manifest):
+                metadata = self._metadata_of_copy(store, manifest)
+                key = self._named(token, manifest)
+                fetch = partial(self._fetch, store, manifest, None)
+                path = copies.enter_context(_copies().reading(key, fetch, deadline))
+            if metadata is not None:  # the bytes are shared by readers of other metadata, and downloaded once
+                link = partial(_link_with_metadata, path, metadata)
+                path = copies.enter_context(_copies().reading(f"{key}-{_short(metadata)}", link, deadline))
+            yield str(path)
+
+    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
+        from prefect_tune.stores.local.download import manifest_of_copy
+        from prefect_tune.stores.local.node_cache import DirectoryCopy
+        from prefect_tune.stores.local.staging import holds_exactly
+
+        with self._opened(deadline) as (store, manifest):
+            metadata = self._metadata_of_copy(store, manifest)
+
+        def fetch(destination: Path) -> None:
+            with self._opened(deadline) as (store, _):
+                self._fetch(store, manifest, metadata, destination)
+
+        verifies = partial(holds_exactly, manifest_of_copy(manifest, metadata)) if manifest else _never
+        return DirectoryCopy(self._named(token, manifest), self.name, fetch, verifies, metadata)
+
+    def metadata(self, deadline: Deadline) -> dict[str, object]:
+        from prefect_tune.core.checkpoints.metadata import newest_metadata
+
+        with self._opened(deadline) as (store, manifest):
+            newest = newest_metadata(store, self._versions(manifest))
+            return self._first_metadata(store, manifest) if newest is None else newest
+
+    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+        from prefect_tune.core.checkpoints.metadata import revise_metadata
+
+        with self._opened(deadline) as (store, manifest):
+            revise_metadata(
+                store,
+                self._versions(manifest),
+                change,
+                before=self._first_metadata(store, manifest),
+                write_id=uuid.uuid4().hex,
+            )
+
+    def manifest(self, store: ObjectStore) -> Manifest | None:
+        """Return the manifest of the checkpoint here; None if this is a plain directory.
+
+        Raises:
+            CheckpointNotFound: it is neither.
+            CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
+        """
+        from prefect_tune.core.recovery import read_manifest
+
+        key = self._key()
+        if key is None:
+            return None
+        try:
+            return read_manifest(store, key)
+        except CheckpointNotFound:
+            if store.list(self.folder):
+                return None  # a directory without a manifest, whose path only looks like a checkpoint's
+            raise
+
+    @contextmanager
+    def _opened(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
+        deadline.check(f"opening {self.name}")
+        with self.open(timeout=timedelta(seconds=deadline.remaining_seconds)) as store:
+            yield store, self.manifest(store)
+
+    def _key(self) -> CheckpointKey | None:
+        from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+
+        found = _COMMITTED.fullmatch(self.folder)
+        if not found:
+            return None
+        trial = TrialKey(experiment=found["experiment"], trial=found["trial"])
+        return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
+
+    def _named(self, token: str, manifest: Manifest | None) -> str:
+        """Return a name of the bytes: the manifest's digest, or `token` for a plain directory, which may change."""
+        from prefect_tune.core.checkpoints.manifest import encode_manifest
+
+        return _short(encode_manifest(manifest)) if manifest else token
+
+    def _fetch(self, store: ObjectStore, manifest: Manifest | None, metadata: bytes | None, destination: Path) -> None:
+        from prefect_tune.stores.local.download import fetch_committed, fetch_plain
+
+        if manifest:
+            fetch_committed(store, manifest, destination, metadata=metadata)
+        else:
+            fetch_plain(store, self.folder, destination, without=self._versions(None), metadata=metadata)
+
+    def _metadata_of_copy(self, store: ObjectStore, manifest: Manifest | None) -> bytes | None:
+        from prefect_tune.stores.local.download import metadata_of_copy
+
+        return metadata_of_copy(store, self._versions(manifest), manifest)
+
+    def _versions(self, manifest: Manifest | None) -> str:
+        """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
+        key = self._key() if manifest else None
+        return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
+
+    def _first_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
+        from prefect_tune.stores.local.download import METADATA_FILE, read_file, read_metadata, written_metadata
+
+        if manifest:
+            return written_metadata(store, manifest)
+        path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
+        data = read_file(store, path)
+        return {} if data is None else read_metadata(data, path)
+
+
+def _link_with_metadata(files: Path, metadata: bytes, destination: Path) -> None:
+    """Make `destination` a directory with the same files, and this `METADATA_FILE`."""
+    from prefect_tune.stores.local.download import METADATA_FILE
+
+    shutil.copytree(files, destination, copy_function=_link_or_copy)
+    file = destination / METADATA_FILE
+    file.unlink(missing_ok=True)
+    file.write_bytes(metadata)
+
+
+def _link_or_copy(file: str, destination: str) -> None:
+    try:
+        os.link(file, destination)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(file, destination)
+
+
+def _copies() -> NodeCopies:
+    from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
+
+    folder = node_folder() / "copies"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return NodeCopies(folder)

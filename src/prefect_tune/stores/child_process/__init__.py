@@ -1,1 +1,0 @@
-"""A blocking object store in a child process that can be killed."""

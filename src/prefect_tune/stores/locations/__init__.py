@@ -1,1 +1,0 @@
-"""URIs and paths of targets and checkpoints, and the stores that they name."""

@@ -1,1 +1,0 @@
-"""S3, Google Cloud Storage and Azure through obstore."""

@@ -1,0 +1,363 @@
+"""Parse a path or URI, and open its store without a block and without Prefect.
+
+Credentials come from where each cloud's tools look for them: environment variables, a profile, the machine's role.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never, cast
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.posix_store import open_folder
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+
+# A folder of this machine as a target for reading, without a block: importing Prefect takes a second.
+
+BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
+"""The 'block-type/name' of a saved block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder:
+    """An existing folder; `path` is absolute."""
+
+    path: Path
+
+    @property
+    def uri(self) -> str:
+        return self.path.as_uri()
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        yield open_folder(self.path, must_exist=True, deadline=Deadline.after(timeout))
+
+
+def local_folder(target: str) -> LocalFolder | None:
+    """Return the folder whose path is `target`; None if it is a URI or a saved block, or if there is no such folder."""
+    if "://" in target or BLOCK_SLUG.fullmatch(target) or not target.strip():
+        return None
+    try:
+        path = Path(os.path.normpath(Path.cwd() / Path(target).expanduser()))
+        return LocalFolder(path) if path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # the block says what is wrong with it
+        return None
+
+
+class Client(Enum):
+    """The client for a scheme."""
+
+    FILES = "the operating system"
+    S3 = "obstore, S3"
+    GCS = "obstore, Google Cloud Storage"
+    AZURE = "obstore, Azure"
+    OTHER = "pyarrow or fsspec"
+
+
+_CLIENTS: Mapping[str, Client] = {
+    "file": Client.FILES,
+    **dict.fromkeys(("s3", "s3a", "s3n"), Client.S3),
+    **dict.fromkeys(("gs", "gcs"), Client.GCS),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), Client.AZURE),
+}
+ENDPOINT_OPTIONS = frozenset({"endpoint_url", "endpoint_override", "scheme"})
+"""Those of `Location.endpoint`; pyarrow's URIs have host:port in `endpoint_override`, and the scheme apart."""
+_OPTIONS: Mapping[Client, frozenset[str]] = {
+    Client.S3: ENDPOINT_OPTIONS | {"region", "allow_http", "anonymous"},
+    Client.GCS: frozenset({"endpoint_url", "anonymous"}),
+}
+_ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+_IN_PROCESS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
+"""Kinds of pyarrow file systems that need no child process: their calls end, or they exist only in this process."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A parsed path or URI. `container` is a bucket, or for `OTHER` clients the host; empty for files.
+
+    `path` has no slash at its ends; for files it is absolute.
+    """
+
+    client: Client
+    scheme: str
+    container: str
+    path: str
+    account: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def uri(self) -> str:
+        """The location as a URI, options included."""
+        at = f"@{self.account}" if self.account else ""
+        query = f"?{urlencode(self.options)}" if self.options else ""
+        return f"{self.scheme}://{self.container}{at}/{quote(self.path.lstrip('/'))}{query}"
+
+    @property
+    def arrow_path(self) -> str:
+        """The path as pyarrow's file systems expect it: with the bucket in front, if there is one."""
+        match self.client:
+            case Client.FILES:
+                return self.path
+            case Client.OTHER:
+                return _path_for_fsspec(self)
+            case _:
+                return f"{self.container}/{self.path}".rstrip("/")
+
+    @property
+    def endpoint(self) -> str | None:
+        """The URL of the server, if the options name one."""
+        endpoint = self.options.get("endpoint_url") or self.options.get("endpoint_override")
+        return f"{self.options.get('scheme', 'https')}://{endpoint}" if endpoint and "://" not in endpoint else endpoint
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether requests are not signed."""
+        return _is_true(self.options.get("anonymous", ""))
+
+    def at(self, path: str) -> Location:
+        """Return this location with another path."""
+        return replace(self, path=path)
+
+
+def read_uri(uri: str | os.PathLike[str]) -> Location:
+    """Parse a URI or a local path. Opens and requests nothing.
+
+    Raises:
+        InvalidInput: `uri` is not valid; the message says why.
+    """
+    text = os.fspath(uri)
+    scheme = _SCHEME.match(text)
+    if not scheme:
+        if not text or "\0" in text:
+            raise InvalidInput(f"{text!r}: expected a path or a URI such as s3://bucket/folder")
+        return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
+    name = scheme[1].lower()
+    client = _CLIENTS.get(name, Client.OTHER)
+    parts = _split(text, name)
+    if parts.password or (parts.username and client in _OPTIONS):
+        raise InvalidInput(
+            f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
+        )
+    if client is Client.FILES:
+        return _file(parts)
+    if client is Client.OTHER:
+        return _other(text, name)
+    container, _, account = parts.netloc.partition("@")
+    if not container:
+        raise InvalidInput(f"{text!r}: expected a bucket after {name}://, found none")
+    if parts.fragment:
+        raise InvalidInput(f"{name}://{container}{parts.path}: expected no '#' in a URI: write one in a name as %23")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := options.keys() - _OPTIONS.get(client, frozenset()):
+        known = ", ".join(sorted(_OPTIONS.get(client, ()))) or "none"
+        raise InvalidInput(f"{name}://{container}{parts.path}: unknown option {min(unknown)!r}; known are {known}")
+    return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
+
+
+def _split(uri: str, scheme: str) -> SplitResult:
+    """Split a URI; messages do not repeat it, since it may hold a password."""
+    if _CONTROL.search(uri):
+        raise InvalidInput(f"{scheme}://…: expected no control characters, such as a line break, in a URI")
+    try:
+        return urlsplit(uri)
+    except ValueError as error:
+        raise InvalidInput(f"{scheme}://…: not a valid URI: {error}") from error
+
+
+def _file(parts: SplitResult) -> Location:
+    if parts.netloc not in ("", "localhost"):
+        meant = f"file:///{parts.netloc}{parts.path}"
+        raise InvalidInput(f"{parts.geturl()!r}: expected no host in a file URI; did you mean {meant}?")
+    if parts.query or parts.fragment:
+        raise InvalidInput(f"{parts.geturl()!r}: expected neither '#' nor '?': write them in a name as %23 and %3F")
+    return Location(Client.FILES, "file", "", os.path.normpath(unquote(parts.path)))
+
+
+def _other(uri: str, scheme: str) -> Location:
+    import fsspec
+
+    if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
+        known = ", ".join(sorted(_CLIENTS))
+        place = uri.partition("?")[0]  # the query may have a token
+        raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and fsspec's and pyarrow's")
+    host, _, path = uri.partition("://")[2].partition("/")
+    return Location(Client.OTHER, scheme, host, path.rstrip("/"))
+
+
+def _path_for_fsspec(location: Location) -> str:
+    import fsspec
+
+    if location.scheme in _ARROW_SCHEMES:
+        return f"/{location.path}"
+    try:
+        kind = fsspec.get_filesystem_class(location.scheme)
+    except (ImportError, ValueError):
+        return f"{location.container}/{location.path}"  # opening it raises the error; this only formats the path
+    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  how fsspec turns a URI into a path
+
+
+@contextmanager
+def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
+    """Open the store with the root `location`; all its operations together end within `timeout`.
+
+    Raises:
+        InvalidInput: the client does not accept these settings, or is not installed.
+    """
+    deadline = Deadline.after(timeout)
+    match location.client:
+        case Client.FILES:
+            from prefect_tune.stores.posix_store import PosixStore
+
+            yield PosixStore(Path(location.path), deadline=deadline)
+        case Client.OTHER:
+            with open_arrow(
+                partial(arrow_filesystem, location), location.arrow_path, location.scheme, timeout=timeout
+            ) as store:
+                yield store
+        case Client.S3 | Client.GCS | Client.AZURE:
+            from prefect_tune.stores.obstore_store import ObstoreStore
+
+            clouds = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
+            try:
+                yield clouds
+            finally:
+                clouds.close()
+        case _:
+            assert_never(location.client)
+
+
+@contextmanager
+def open_arrow(
+    filesystem: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta
+) -> Iterator[ObjectStore]:
+    """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
+
+    Kinds whose calls may hang run in a child process, which is killed at the timeout.
+    """
+    deadline = Deadline.after(timeout)
+    if kind.removeprefix("py::fsspec+") in _IN_PROCESS:
+        yield _arrow_store(filesystem, root, deadline)
+        return
+    from prefect_tune.stores.subprocess_store import IsolatedStore
+
+    with IsolatedStore(partial(_arrow_store, filesystem, root), deadline=deadline) as store:
+        yield store
+
+
+def _arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Deadline | None = None) -> ObjectStore:
+    from prefect_tune.stores.arrow_store import ArrowStore
+
+    return ArrowStore(filesystem(), root, deadline=deadline)
+
+
+def fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
+    """Open the folder `root` by fsspec, as `open_fsspec` does; imports its client when it is called, in a child."""
+    from prefect_tune.stores.arrow_store import open_fsspec
+
+    return open_fsspec(scheme, root, options)
+
+
+def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
+    from prefect_tune.stores.obstore_store import connected
+
+    try:
+        return connected(constructor, limit, {"allow_http": _allows_http(location)})
+    except ValueError as error:
+        raise InvalidInput(f"{location.uri}: obstore does not accept this location: {error}") from error
+
+
+def _constructor(location: Location) -> Callable[..., Any]:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    kind: Any
+    config: Any
+    match location.client:
+        case Client.S3:
+            access = _access(location)
+            kind = partial(S3Store, credential_provider=cast("Any", access.keys))
+            config = {"endpoint": _s3_endpoint(location), "region": access.region}
+        case Client.GCS:
+            kind, config = GCSStore, {"base_url": location.endpoint}
+        case Client.AZURE:
+            kind, config = AzureStore, {"account_name": location.account.partition(".")[0]}
+        case _:
+            raise AssertionError(location.client)
+    given: Any = {name: value for name, value in config.items() if value}
+    given |= {"skip_signature": True} if location.is_anonymous else {}
+    return partial(kind, location.container, prefix=location.path or None, config=given)
+
+
+def _s3_endpoint(location: Location) -> str | None:
+    return location.endpoint or ambient_endpoint(os.environ)
+
+
+def _allows_http(location: Location) -> bool:
+    """Whether HTTP is allowed: by an option, the environment, or an endpoint that begins with `http://`."""
+    given = location.options.get("allow_http")
+    is_allowed = ambient_http(os.environ) if given is None else _is_true(given)
+    endpoint = _s3_endpoint(location) if location.client is Client.S3 else location.endpoint
+    return is_allowed or (endpoint or "").startswith("http://")
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes")
+
+
+def _access(location: Location) -> S3Access:
+    """Return credentials and region: the URI's region, the rest from the environment or a profile."""
+    found = ambient_access(os.environ, anonymous=location.is_anonymous)
+    return replace(found, region=location.options.get("region") or found.region)
+
+
+def arrow_filesystem(location: Location) -> FileSystem:
+    """Return the pyarrow file system for `location`; use it with `location.arrow_path`.
+
+    Raises:
+        InvalidInput: a package that the scheme needs is not installed.
+    """
+    import fsspec
+    import pyarrow.fs as arrow
+
+    if location.client is Client.FILES:
+        return arrow.LocalFileSystem()
+    if location.client is Client.S3:
+        return _arrow_s3(location)
+    if location.client is Client.GCS:
+        return arrow.GcsFileSystem(anonymous=location.is_anonymous)
+    if location.scheme in _ARROW_SCHEMES:
+        return arrow.FileSystem.from_uri(location.uri)[0]
+    options = {"account_name": location.account.partition(".")[0]} if location.account else {}
+    try:
+        found, _ = fsspec.core.url_to_fs(location.uri, **options)
+    except (ImportError, ValueError) as missing:
+        raise InvalidInput(f"{location.uri}: needs a package that is not installed: {missing}") from missing
+    return arrow.PyFileSystem(arrow.FSSpecHandler(found))
+
+
+def _arrow_s3(location: Location) -> FileSystem:
+    import pyarrow.fs as arrow
+
+    endpoint = _s3_endpoint(location)
+    return arrow.S3FileSystem(
+        anonymous=location.is_anonymous,
+        region=_access(location).region,
+        endpoint_override=endpoint.partition("://")[2] if endpoint else None,
+        scheme="http" if (endpoint or "").startswith("http://") else "https",
+    )

@@ -1,1 +1,0 @@
-"""Files as objects, on a local disk or a mounted file system."""

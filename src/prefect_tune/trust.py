@@ -1,0 +1,487 @@
+"""Checks on code, places and job variables that a journal names, before a resume by name runs or imports anything."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import re
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, target_reference
+from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.search.space_json import space_from_json
+from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.parameters.import_check import is_module_name, why_not_defined
+from prefect_tune.tasks.experiment_state import read_known
+
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
+"""Opens a folder that may be passed through; on Linux it need not be readable."""
+_MOST_LINKS = 40  # as Linux
+_MOUNTS = Path("/proc/self/mountinfo")
+_OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")
+"""Types of mounts that report the user who mounted them as owner of every file, such as s3fs, rclone and SMB."""
+_OWNERS_TRUE = ("fuse.fuse-overlayfs",)
+
+
+def why_not_own(root: Path, folders: Sequence[str]) -> str:
+    """Return why other users can have written the files in `folders` below `root`; empty if only this user can.
+
+    The administrator (user 0) counts as this user, and so does a group with this user as its only member. A mount
+    that makes up owners (FUSE, SMB) does not show who can write to it, so it never counts as this user's own. Checked,
+    by open descriptors and without following a link that others could replace, are every folder from `/` to `root`,
+    every folder from there to `folders`, and every file in these. A folder that does not exist passes.
+    """
+    try:
+        with ExitStack() as opened:
+            place = _OpenFolder(opened)
+            place.enter(root)
+            place.require_private()
+            for folder in folders:
+                _look_into(place.descriptor, folder, root)
+    except _Shared as shared:
+        return str(shared)
+    except OSError as error:
+        return f"{root}: {error.strerror}"
+    return ""
+
+
+class _Shared(Exception):
+    """Other users can write to a checked path; the message names it."""
+
+
+def _require_private(found: os.stat_result, where: str | Path, reach: str, *, may_be_sticky: bool = False) -> None:
+    """Raise `_Shared` if other users can write there.
+
+    With `may_be_sticky`, a sticky folder (`/tmp`) passes: others can add names to it, but not replace existing ones.
+
+    Args:
+        found: its status, read from a descriptor.
+        where: its path, for messages.
+        reach: its path through a descriptor, for its access list.
+        may_be_sticky: let a sticky folder pass.
+    """
+    if stat.S_ISDIR(found.st_mode) and (kind := _kind_of_mount(found.st_dev)) and _makes_up_owners(kind):
+        raise _Shared(f"{where} is on a mount of type {kind}, which does not show which other users can write there")
+    if found.st_uid not in {0, os.geteuid()}:
+        raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
+        mode = stat.filemode(found.st_mode)
+        raise _Shared(f"{where} can be written by others ({mode}; chmod go-w removes that permission)")
+
+
+def _makes_up_owners(kind: str) -> bool:
+    return kind not in _OWNERS_TRUE and (kind in _OWNERS_MADE_UP or kind.startswith("fuse."))
+
+
+def _kind_of_mount(device: int) -> str:
+    """Return the type of the file system; empty where the system has no `/proc/self/mountinfo`."""
+    try:
+        mounts = _MOUNTS.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kinds = (line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2:3] == [number])
+    return next(kinds, "")
+
+
+def _others_write(found: os.stat_result, reach: str) -> bool:
+    """Whether other users can write; with an access list, the group bits are the mask of all its entries."""
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not (
+        _is_private_group(os.geteuid(), found.st_gid) and not _has_access_list(reach)
+    )
+
+
+@lru_cache(maxsize=8)
+def _is_private_group(user: int, group: int) -> bool:
+    """Whether `user` is the only member of `group`: many systems make such a group per user, with umask 002."""
+    try:
+        me, members = pwd.getpwuid(user), grp.getgrgid(group).gr_mem
+    except KeyError:
+        return False
+    if user == 0 or me.pw_gid != group or not set(members) <= {me.pw_name}:
+        return False
+    return all(each.pw_uid == user for each in pwd.getpwall() if each.pw_gid == group)
+
+
+def _has_access_list(reach: str) -> bool:
+    if not hasattr(os, "listxattr"):
+        return True  # unknown on this system: assume one
+    try:
+        return any(name.endswith("_acl") or "_acl_" in name for name in os.listxattr(reach, follow_symlinks=True))
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            return False
+        raise
+
+
+class _OpenFolder:
+    """An open folder, reached from `/` through folders in which other users cannot replace a name."""
+
+    def __init__(self, opened: ExitStack) -> None:
+        self._opened = opened
+        self._way: list[tuple[str, int]] = []
+        self._links = 0
+
+    @property
+    def descriptor(self) -> int:
+        return self._way[-1][1]
+
+    @property
+    def path(self) -> str:
+        return "/" + "/".join(name for name, _ in self._way[1:])
+
+    def enter(self, path: Path) -> None:
+        """Walk an absolute path, or one relative to the current folder."""
+        for part in path.parts:
+            if part == "/":
+                self._way = []
+                self._step(part, None)
+            elif part == "..":
+                self._way = self._way[: max(1, len(self._way) - 1)]
+            else:
+                self._step(part, self.descriptor)
+
+    def require_private(self) -> None:
+        _require_private(os.fstat(self.descriptor), self.path, _reach(self.descriptor))
+
+    def _step(self, name: str, above: int | None) -> None:
+        try:
+            folder = _open(self._opened, name, _SEARCH, above)
+        except OSError as error:
+            if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+                raise
+            return self._follow(name)
+        self._way.append((name, folder))
+        return _require_private(os.fstat(folder), self.path, _reach(folder), may_be_sticky=True)
+
+    def _follow(self, link: str) -> None:
+        """Follow a symbolic link of the current folder, if it belongs to this user or the administrator."""
+        self._links += 1
+        if self._links > _MOST_LINKS:
+            raise _Shared(f"{self.path}: too many links")
+        status = os.stat(link, dir_fd=self.descriptor, follow_symlinks=False)
+        if status.st_uid not in {0, os.geteuid()}:
+            raise _Shared(f"{self.path}/{link} is a link that belongs to user {status.st_uid}")
+        self.enter(Path(os.readlink(link, dir_fd=self.descriptor)))
+
+
+def _look_into(root: int, folder: str, where: Path) -> None:
+    with ExitStack() as opened:
+        at = root
+        for name in folder.split("/"):
+            where /= name
+            try:
+                at = _open(opened, name, _FOLDER | os.O_RDONLY, at)
+            except FileNotFoundError:
+                return
+            _require_private(os.fstat(at), where, _reach(at))
+        with os.scandir(at) as files:
+            for each in files:
+                found = each.stat(follow_symlinks=False)
+                _require_private(found, where / each.name, f"{_reach(at)}/{each.name}")
+
+
+def _reach(descriptor: int) -> str:
+    """Return a path to an open descriptor; with `O_PATH` there is no other way to read extended attributes."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _open(opened: ExitStack, name: str, flags: int, above: int | None) -> int:
+    found = os.open(name, flags, dir_fd=above)
+    opened.callback(os.close, found)
+    return found
+
+
+# Find the settings in an experiment's journal that choose code to run or import, or a location to open.
+
+_Finder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
+_SAVED_BLOCK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
+_OUR_TRIAL_FLOW = "train-trial/"
+"""A deployment of this flow runs `train_trial`: the Prefect server, not the target, defines what a deployment runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeChoice:
+    """One object, location, command or deployment that the settings choose."""
+
+    parameter: str
+    """The parameter of `pt.tune` that chose it."""
+    shown: str
+    """Its text in a message."""
+    name: str | None = None
+    """`package.module:Name` if it is an importable object; None for a location, a command or a deployment."""
+
+
+def code_choices(settings: Mapping[str, object], learned: Collection[str] = ()) -> Sequence[CodeChoice]:
+    """Return all code and locations that `settings` choose; nothing is imported.
+
+    Args:
+        settings: those of the journal.
+        learned: the experiments that the search has learned from already: their targets are not opened again.
+
+    Raises:
+        InvalidInput: the search space in the settings is invalid.
+    """
+    finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_places_to_learn_from, learned=learned)}
+    return [choice for name, find in finders.items() if name in settings for choice in find(settings[name])]
+
+
+def _trainable(given: Any) -> Iterator[CodeChoice]:
+    yield CodeChoice("trainable", repr(given), str(given))
+
+
+def _space(given: Any) -> Iterator[CodeChoice]:
+    names: list[str] = []
+
+    def load(name: str) -> Callable[[Mapping[str, Any]], object]:
+        names.append(name)
+        return lambda _: None
+
+    space_from_json(given, load)
+    return (CodeChoice("space", f"sample_from {name!r}", name) for name in names)
+
+
+def _stop(given: Any) -> Iterator[CodeChoice]:
+    return (CodeChoice("stop", repr(each), each) for each in _texts_in(given))
+
+
+def _callbacks(given: Any) -> Iterator[CodeChoice]:
+    if not isinstance(given, list | tuple):
+        yield CodeChoice("callbacks", repr(given))
+    yield from (CodeChoice("callbacks", repr(each), each) for each in _texts_in(given))
+
+
+def _sync(given: Any) -> Iterator[CodeChoice]:
+    if not isinstance(given, Mapping):
+        return
+    syncer, place = given.get("syncer", "auto"), given.get("upload_dir")
+    if syncer not in ("auto", None):
+        yield CodeChoice("sync", f"syncer {syncer!r}", str(syncer))
+    if not (place is None or _is_saved_block(place)):
+        yield CodeChoice("sync", f"upload_dir {place!r}")
+
+
+def _job_variables(given: Any) -> Iterator[CodeChoice]:
+    """Job variables choose code: `command` in a process pool, `image` in others. Values may be secret: show names."""
+    if given:
+        names = ", ".join(map(repr, given)) if isinstance(given, Mapping) else "no mapping"
+        yield CodeChoice("trial_job_variables", names)
+
+
+def _deployment(given: Any) -> Iterator[CodeChoice]:
+    if not (isinstance(given, str) and given.startswith(_OUR_TRIAL_FLOW)):
+        yield CodeChoice("trial_deployment", repr(given))
+
+
+def _places_to_learn_from(given: Any, learned: Collection[str]) -> Iterator[CodeChoice]:
+    """Yield the sources on other targets; a name without a target is on the experiment's own."""
+    if not isinstance(given, list | tuple):
+        yield CodeChoice("warm_start", repr(given))
+    yield from (
+        CodeChoice("warm_start", repr(each)) for each in _texts_in(given) if "/" in each and each not in learned
+    )
+
+
+def _is_saved_block(place: object) -> bool:
+    """Whether `place` names a saved block: the user's own Prefect server, not the target, holds its location."""
+    return isinstance(place, str) and _SAVED_BLOCK.fullmatch(place) is not None
+
+
+def _texts_in(given: Any) -> Iterator[str]:
+    """Yield the texts of a nested list; objects are skipped, since their keys are names of metrics or stoppers."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _texts_in(each)
+
+
+_FINDERS: Mapping[str, _Finder] = {
+    "trainable": _trainable,
+    "space": _space,
+    "stop": _stop,
+    "callbacks": _callbacks,
+    "sync": _sync,
+    "trial_deployment": _deployment,
+    "trial_job_variables": _job_variables,
+}
+DATA_ONLY = frozenset(
+    {
+        "metric",
+        "mode",
+        "num_samples",
+        "search",
+        "scheduler",
+        "seed",
+        "max_concurrent_trials",
+        "resources_per_trial",
+        "checkpoint",
+        "retention",
+        "failures",
+        "fail_fast",
+        "trials",
+        "trial_tags",
+        "concurrency_limits",
+        "isolation",
+        "reuse",
+        "grace_period_seconds",
+        "silence_timeout_seconds",
+    }
+)
+"""The other settings of a journal: none of their values can name code, a file or a command."""
+
+
+def examined_settings() -> Collection[str]:
+    """Return the settings in which `code_choices` looks for code."""
+    return {*_FINDERS, "warm_start"}
+
+
+# Refuse a resume by name if its journal names code, places or job variables that are not trusted.
+#
+# A user who can write to a target can write a journal there. So what a journal names is trusted only by one of these:
+# the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+
+TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
+"""The environment variable of the trusted packages, separated by commas, for a machine or a work pool."""
+_PASSABLE = ("trainable", "space", "stop", "callbacks", "sync", "warm_start", "trial_job_variables")
+"""Parameters of `pt.resume` that replace what the journal names."""
+_UNSHOWN = "trial_job_variables"  # their values may be keys
+_LONGEST = 400
+
+
+def trusted_here(given: Sequence[str] | None) -> Sequence[str]:
+    """Return the trusted packages: those given, or else those of the environment variable.
+
+    Raises:
+        InvalidInput: one of them is not the name of a package.
+    """
+    found = given
+    if found is None:
+        found = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES, "").split(",") if name.strip()]
+    for name in found:
+        if not is_module_name(name):
+            raise InvalidInput(f"trusted_packages: expected names of packages, such as 'my_project', found {name!r}")
+    return found
+
+
+def require_trusted(target: StorageTarget, known: Experiment, passed: Collection[str], packages: Sequence[str]) -> None:
+    """Return if the code, places and job variables in the journal of `known` are trusted; import none before.
+
+    Args:
+        target: where the experiment is stored.
+        known: the experiment, as read.
+        passed: the parameters that this run is given: the journal's values of these are not used.
+        packages: the trusted packages.
+
+    Raises:
+        UnsafePayload: one of them is not trusted. The message says what to pass.
+    """
+    key = target.signing_secret
+    # With a key, `Learned` events excuse no choice: they are not signed, so others could remove them.
+    learned = known.learned if key is None else ()
+    chosen = [each for each in code_choices(known.settings, learned) if each.parameter not in passed]
+    if not chosen:
+        return
+    if key is None:
+        if not (why := _why_not_own(target, known)):
+            return
+        refused = {each: said for each in chosen if (said := _why_not_of(each, packages))}
+    elif is_signed(known.settings, known.name, key):
+        return
+    else:
+        refused = dict.fromkeys(chosen, "")
+        what = "does not match the target's signing_key" if has_signature(known.settings) else "is missing"
+        why = f"the signature of its settings {what}"
+    if refused:
+        raise UnsafePayload(_message(target, known, refused, why))
+
+
+def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return `settings` for the journal of `known`: signed, if the target has a key.
+
+    Without a key an existing signature is kept while the settings do not change.
+    """
+    if (key := target.signing_secret) is not None:
+        return signed(settings, known.name, key)
+    return known.settings if unsigned(known.settings) == settings else settings
+
+
+def _why_not_own(target: StorageTarget, known: Experiment) -> str:
+    """Return why others may have written the journal, or that of an origin of the fork; empty if not."""
+    if not isinstance(target, LocalTarget):
+        return "the target is not a folder of this machine"
+    if target.may_hang:
+        return "the target is a network mount"
+    try:
+        journals = [JournalKey(experiment=name) for name in _with_origins(target, known)]
+    except TuneError as error:
+        return str(error)
+    return why_not_own(Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)])
+
+
+def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[str]:
+    names, origin = [known.name], known.origin
+    while origin is not None and origin.experiment not in names:
+        names.append(origin.experiment)
+        origin = read_known(target, origin.experiment).experiment.origin
+    return names
+
+
+def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
+    """Return why trusted packages do not cover `choice`; empty if they do."""
+    if choice.name is None:
+        return "no package"
+    return why_not_defined(choice.name, packages) if packages else "no package is trusted"
+
+
+def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoice, str], why: str) -> str:
+    where = f"experiment {known.name!r} at {target.uri}"
+    lines = [
+        f"{where}: its journal decides what is run, and others may have written it: {why}. None of this was started:"
+    ]
+    lines += [f"  {each.parameter}: {each.shown}{f' ({said})' if said else ''}" for each, said in refused.items()]
+    lines.append(f"If it is yours, {_next_move(target, known, [each.parameter for each in refused])}")
+    if target.signing_secret is None:
+        lines += _other_moves(refused)
+    return "\n".join(lines)
+
+
+def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
+    named = {each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}
+    if names := sorted(each for each in named if is_module_name(each) and each not in sys.stdlib_module_names):
+        variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
+        yield f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
+    yield "A target block with a signing_key trusts what was signed with that key."
+
+
+def _next_move(target: StorageTarget, known: Experiment, parameters: Sequence[str]) -> str:
+    if any(each not in _PASSABLE for each in parameters):
+        return "call pt.tune(...) as before, with the same experiment name: it resumes."
+    given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in dict.fromkeys(parameters))
+    return f"pass it: pt.resume({known.name!r}, target={_reference(target)}, {given})"
+
+
+def _shown(name: str, value: object) -> str:
+    text = "{...}" if name == _UNSHOWN else repr(value)
+    return text if len(text) <= _LONGEST else "..."
+
+
+def _reference(target: StorageTarget) -> str:
+    try:
+        return repr(target_reference(target))
+    except InvalidInput:
+        return "..."

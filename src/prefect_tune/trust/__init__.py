@@ -1,1 +1,0 @@
-"""Checks on code that a journal names, before a resume runs it."""

@@ -1,0 +1,423 @@
+"""Stop an experiment or a trial early. All causes but an interruption are journaled before they act."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Literal, Self, TypeVar
+
+from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.errors import BadMetric, InvalidInput, StoreRefused, StoreUnavailable
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import trial_named
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
+from prefect_tune.core.messages.process_messages import Leave, StopAndSave
+from prefect_tune.core.messages.stop_requests import (
+    StopRequest,
+    ask,
+    delete_journaled,
+    is_journaled,
+    is_lost,
+    read_request,
+    stop_event,
+)
+from prefect_tune.core.messages.trial_replies import UNASKED, answer
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, no_experiment, results_path
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
+from prefect_tune.executors.trial_executor import TrialExecutor
+from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import new_write_id
+from prefect_tune.supervisor.processes.process_output import Log
+from prefect_tune.tasks.experiment_state import on_target
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
+
+__all__ = [
+    "StopOutcome",
+    "stop",
+]
+
+
+class Outside:
+    """Interruptions of the process, and stop requests; there are no requests for a single training."""
+
+    def __init__(self, interrupted: threading.Event) -> None:
+        self.is_interrupted = interrupted.is_set
+        """Returns whether the process is to end."""
+
+    def take(self) -> Sequence[StopRequest]:
+        """Return the requests that were read since the last call."""
+        return ()
+
+    def journaled(self, count: int) -> None:
+        """Take note that the journal names the first `count` requests."""
+
+
+class Stopping:
+    """Decides whether a run of an experiment ends, and stops its trials."""
+
+    def __init__(
+        self, limits: SearchLimits, policy: SearchPolicy, executor: TrialExecutor, pending_entry: PendingEntry, log: Log
+    ) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._executor = executor
+        self._pending_entry = pending_entry
+        self._log = log
+        self._began = time.monotonic()
+        self.ends = False
+        """Whether no trial starts any more, and all trials save and end."""
+
+    def heed(self, outside: Outside) -> None:
+        """Check interruptions, requests, time budget and stoppers; stop the experiment or the trial if one says so."""
+        if outside.is_interrupted():
+            self.ends = True
+            self._executor.stop()  # at once, without waiting for the journal: time is short
+        for request in outside.take():
+            self._handle(stop_event(self._pending_entry.state, request))
+        if reason := self._limits.why_end(self._pending_entry.state, None):
+            self.end(reason)
+        budget = self._limits.options.time_budget
+        elapsed = timedelta(seconds=time.monotonic() - self._began)
+        if budget is not None and elapsed >= budget:
+            self.end(f"the time budget of {budget} is spent")
+        elif (why := self._policy.why_end()) is not None:
+            self.end(why)
+        if self.ends:
+            self._pending_entry.then(self._executor.stop)
+
+    def end(self, why: str) -> None:
+        """Journal the end and its reason; have every trial save and end."""
+        if not self.ends:
+            self._end(StopAsked(reason=why))
+
+    def ends_undecided(self, error: BadMetric) -> bool:
+        """End the experiment if its scheduler can decide about no trial; return whether it ends."""
+        if why := self._limits.why_end(self._pending_entry.state, error):
+            self.end(why)
+        return bool(why)
+
+    def finish(self, trial: str) -> None:
+        """Finish a trial that has a request to stop, and no running attempt."""
+        self._pending_entry.put(Finished(trial=trial, reason=self._pending_entry.state.stops[trial], left=True))
+
+    def tell(self, trial: str) -> None:
+        """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
+        reason = self._pending_entry.state.stops[trial]
+        leave = Leave(reason=reason, save=True, for_good=True, end="interrupted")
+        self._pending_entry.then(lambda: self._executor.answer(trial, leave))
+
+    def _handle(self, asked: StopAsked) -> None:
+        if asked.refused:
+            self._log.warning("stop request ignored: %s (%s)", asked.refused, visible(asked.reason))
+            self._pending_entry.put(asked)
+        elif asked.trial is None:
+            self._end(asked)
+        else:
+            self._log.warning("trial %s saves and ends: %s", asked.trial, visible(asked.reason))
+            self._pending_entry.put(asked)
+            self._stop_trial(asked.trial)
+
+    def _end(self, asked: StopAsked) -> None:
+        self._log.warning("%s: every trial saves and ends, and can be resumed", visible(asked.reason))
+        self._pending_entry.put(asked)
+        self.ends = True
+
+    def _stop_trial(self, trial: str) -> None:
+        if trial in self._executor:
+            self.tell(trial)
+        else:
+            self.finish(trial)
+
+
+# Poll the target for requests to stop the experiment, in a thread beside the driver's.
+
+_SHORTEST_PERIOD, _LONGEST_PERIOD = timedelta(seconds=0.5), timedelta(seconds=5)
+_REQUEST = timedelta(seconds=30)
+_MOMENT = timedelta(seconds=1)
+
+
+class StopRequestPoller(Outside):
+    """Reads the requests after number `journaled_count`; deletes acknowledged ones.
+
+    It looks with one GET per `sync_period`, at least every 5 s and at most every 0.5 s. Entering it reads the requests
+    that are there already, so that no trial starts that was to stop. While the target does not answer or refuses,
+    requests are read later; the first such error is logged.
+    """
+
+    def __init__(
+        self,
+        target: StorageTarget,
+        experiment: str,
+        journaled_count: int,
+        sync_period: timedelta,
+        interrupted: threading.Event,
+    ) -> None:
+        super().__init__(interrupted)
+        self._target = target
+        self._experiment = experiment
+        self._read_count = journaled_count
+        self._journaled_count = journaled_count
+        self._period = min(_LONGEST_PERIOD, max(_SHORTEST_PERIOD, sync_period))
+        self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._fails = False
+        self._thread = threading.Thread(target=copy_context().run, args=(self._watch,), name="stops", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop polling, and delete acknowledged requests; wait at most 1 s for the target."""
+        self._closed.set()
+        self._thread.join(_MOMENT.total_seconds())
+
+    def take(self) -> Sequence[StopRequest]:
+        """Return the requests that were read since the last call."""
+        taken: list[StopRequest] = []
+        with suppress(queue.Empty):
+            while True:
+                taken.append(self._found.get_nowait())
+        return taken
+
+    def journaled(self, count: int) -> None:
+        """Take note that the journal names the first `count` requests."""
+        self._journaled_count = count
+
+    def _watch(self) -> None:
+        deleted_count = 0
+        while not self._closed.wait(self._period.total_seconds()):
+            self._look()
+            deleted_count = self._forget(deleted_count)
+        self._forget(deleted_count)
+
+    def _look(self) -> None:
+        try:
+            self._read()
+        except (StoreUnavailable, StoreRefused) as error:
+            if not self._fails:
+                logging.getLogger("prefect_tune").warning("stop requests are read later: %s", error)
+            self._fails = True
+        else:
+            self._fails = False
+
+    def _read(self) -> None:
+        with self._target.open(timeout=_REQUEST) as store:
+            while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
+                self._read_count += 1
+                self._found.put(request)
+
+    def _forget(self, deleted_count: int) -> int:
+        """Delete newly acknowledged requests; return how many are deleted. After an error a later call deletes them."""
+        count = self._journaled_count
+        if count == deleted_count:
+            return count
+        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+            delete_journaled(store, self._experiment, count)
+            return count
+        return deleted_count
+
+
+# Request that a running experiment, or one of its trials, stops; from any machine that reaches the target.
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StopOutcome:
+    """The outcome of a stop request."""
+
+    status: Literal["stopped", "had-ended", "stopping", "refused", "unanswered"]
+    """`stopping`: acknowledged, and not ended yet; `unanswered`: no run has acknowledged the request."""
+    message: str
+    """A sentence for the user."""
+    experiment: Experiment
+    """Its state when the outcome was determined."""
+
+
+def stop(
+    experiment: str,
+    *,
+    target: StorageTarget | str,
+    trial: str | None = None,
+    reason: str = "",
+    wait_seconds: float = 60,
+) -> StopOutcome:
+    """Have a running search, or one trial of it, save and end; wait until it has ended.
+
+    A stopped trial saves a checkpoint and ends, `interrupted`: no larger budget continues it. A stopped experiment
+    can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
+    requests every few seconds, and journals each one before it acts on it.
+
+    If no run is active, the trial is ended when the experiment is opened next, before any trial starts. A stop of
+    the whole experiment then has no effect: it never stops a run that begins later.
+
+    Args:
+        experiment: its name on the target.
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
+        trial: stop only this trial; its number without zeros is enough.
+        reason: stored in the journal.
+        wait_seconds: how long to wait for the acknowledgement and for the end; 0 sends the request only.
+
+    Raises:
+        InvalidInput: there is no such search or trial; no request was sent.
+        StoreUnavailable: the target did not answer.
+    """
+    asking = _Asking(resolve_existing(target), experiment, trial, _said(reason))
+    return asking.until_answered(wait_seconds)
+
+
+def _said(reason: str) -> str:
+    who = socket.gethostname()
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        who = f"{getpass.getuser()}@{who}"
+    return f"stopped by {who}: {reason}" if reason else f"stopped by {who}"
+
+
+def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: ObjectStore) -> None:
+    answer(store, trial, attempt, UNASKED, said)
+
+
+class _Asking:
+    """One stop request, sent again under the next number if another request was acknowledged under its number."""
+
+    def __init__(self, target: StorageTarget, experiment: str, trial: str | None, reason: str) -> None:
+        self._target = target
+        self._name = experiment
+        self._trial = trial
+        self._reason = reason
+        self._sent_to: set[str] = set()
+
+    def until_answered(self, wait_seconds: float) -> StopOutcome:
+        state = self._looked_at()
+        if (ended := self._ended(state)) is not None:
+            return StopOutcome("had-ended", ended, state)
+        stamp = new_write_id()
+        request = StopRequest(
+            write_id=stamp.write_id, at=stamp.at, reason=self._reason, epoch=state.epoch, trial=self._trial
+        )
+        number, pause_seconds = self._asked(state, request), _FIRST_PAUSE_SECONDS
+        began, until = time.monotonic(), time.monotonic() + wait_seconds
+        while True:
+            state = self._looked_at()
+            if not is_journaled(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
+                self._tell_attempts(state)
+            if is_lost(state, request, number):
+                number = self._asked(state, request)
+            outcome = self._outcome(state, request)
+            may_wait = time.monotonic() + pause_seconds <= until  # never, if the wait is no number
+            if outcome.status not in ("stopping", "unanswered") or not may_wait:
+                return outcome
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _asked(self, state: Experiment, request: StopRequest) -> int:
+        return self._on_store(lambda store: ask(store, state, request))
+
+    def _tell_attempts(self, state: Experiment) -> None:
+        """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
+        if state.settings.get("trials") != "deployment":
+            return
+        leave = Leave(reason=self._reason, save=True, for_good=True, end="interrupted")
+        said = leave if self._trial else StopAndSave()
+        for name in [self._trial] if self._trial else list(state.trials):
+            key = TrialKey(experiment=self._name, trial=name)
+            if name not in self._sent_to and state.trial(name).phase not in ENDED:
+                own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
+                if own is not None and own.phase is Phase.RUNNING:
+                    self._on_store(partial(_answer, key, own.attempt, said))
+                    self._sent_to.add(name)
+
+    def _looked_at(self) -> Experiment:
+        return self._checked(self._loaded(JournalKey(experiment=self._name)))
+
+    def _loaded(self, journal: JournalKey) -> Experiment:
+        def look(store: ObjectStore) -> Experiment:
+            with transfer_pool() as transfers:
+                return load(store, journal, side_by_side=transfers)
+
+        return self._on_store(look)
+
+    def _on_store(self, act: Callable[[ObjectStore], _T]) -> _T:
+        return on_target(self._target, act)
+
+    def _checked(self, state: Experiment) -> Experiment:
+        where = f"experiment {self._name!r} at {self._target.uri}"
+        if not state.number:
+            raise InvalidInput(self._on_store(lambda store: no_experiment(store, self._name, self._target.uri)))
+        if not state.settings:
+            raise InvalidInput(
+                f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
+            )
+        if self._trial is not None:
+            self._trial = trial_named(state, self._trial).trial
+        return state
+
+    def _ended(self, state: Experiment) -> str | None:
+        """Return how the trial, or the whole search, has ended; None if it has not."""
+        if self._trial is None:
+            over = f"experiment {self._name!r} has ended, with all of its {len(state.trials)} trials"
+            return over if self._is_over(state) else None
+        if (trial := state.trial(self._trial)).phase not in ENDED:
+            return None
+        return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
+
+    def _is_over(self, state: Experiment) -> bool:
+        """Whether the last run has ended by itself: it has published results of the journal's last entry.
+
+        If only all trials have ended, the next one may be about to be proposed.
+        """
+        if any(each.phase not in ENDED for each in state.trials.values()):
+            return False
+        path = results_path(self._name, "trials", state.number)
+        return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
+
+    def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
+        if not is_journaled(state, request):
+            return self._unanswered(state, request)
+        if self._trial is not None:
+            ended = self._ended(state)
+            waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
+            return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
+        running = sum(each.phase is Phase.RUNNING for each in state.trials.values())
+        if running and state.epoch == request.epoch:
+            return StopOutcome("stopping", f"{running} trials are stopping: they save", state)
+        if running:
+            message = f"the run with the request has ended; another one has started, by {state.owner}"
+            return StopOutcome("stopped", message, state)
+        resumable = sum(each.phase not in ENDED for each in state.trials.values())
+        message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
+        return StopOutcome("stopped", message, state)
+
+    def _unanswered(self, state: Experiment, request: StopRequest) -> StopOutcome:
+        owner = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
+        if self._sent_to:
+            owner = f"{owner}; {len(self._sent_to)} attempts got the request directly"
+        if self._trial is not None:
+            later = f"trial {self._trial} will be ended when the experiment is opened next"
+            return StopOutcome("unanswered", f"{owner}: {later}", state)
+        if state.epoch != request.epoch:
+            return StopOutcome(
+                "refused",
+                f"another run has started meanwhile, by {state.owner}; request the stop again to end it",
+                state,
+            )
+        later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
+        return StopOutcome("unanswered", f"{owner}: {later}", state)

@@ -1,1 +1,0 @@
-"""Stop a search or one of its trials early: requests from anywhere, budgets, and their effects."""
