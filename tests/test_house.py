@@ -12,6 +12,7 @@ from prefect_tune.cli.app import COMMANDS, PANELS
 from tools.house import (
     FILE_LINES,
     FOLDER_FILES,
+    PACKAGE_LINES,
     Source,
     exemptions,
     full_folders,
@@ -19,6 +20,7 @@ from tools.house import (
     main,
     nesting,
     shared_class_names,
+    size_of_the_package,
     unpromised,
     violations,
 )
@@ -51,6 +53,16 @@ def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not
     one, other = (Source(Path(f"src/{name}.py"), text, ast.parse(text)) for name in "ab")
     assert list(shared_class_names([one])) == []
     assert list(shared_class_names([one, other])) == ["src/b.py:1: class Same has the name of one in src/a.py"]
+
+
+def test_the_package_has_limits_too_and_a_short_file_belongs_to_another() -> None:
+    a = Source(Path("tasks/a.py"), "x = 1\n" * 30, ast.parse(""))
+    text = "from prefect_tune.tasks import a\n" + "x = 1\n" * 28
+    figures, found = size_of_the_package([a, Source(Path("src/prefect_tune/b.py"), text, ast.parse(text))])
+    assert figures == "package: 2 files, 59 lines, 1.7% imports, 1 one importer"
+    assert found == ["src/prefect_tune/b.py:1: 29 lines, at least 30: part of another concept"]
+    _, found = size_of_the_package([Source(Path("tasks/a.py"), "x = 1\n" * (PACKAGE_LINES + 1), ast.parse(""))])
+    assert found == [f"package: {PACKAGE_LINES + 1} lines, at most {PACKAGE_LINES}"]
 
 
 def test_a_docstring_adds_no_lines_to_its_function() -> None:

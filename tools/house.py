@@ -11,7 +11,7 @@ import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,17 @@ FOLDER_FILES = 15
 FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
+PACKAGE_LINES = 52_000
+PACKAGE_FILES = 272
+IMPORT_LINES = 0.095  # of all lines of the package
+ONE_IMPORTER = 33  # modules that one other module imports, and that are no command, flow, logger or integration
+"""These four only ever go down, or up in a commit that says for which feature."""
+SHORTEST_FILE_LINES = 30
+SHORT_BY_RIGHT = {
+    Path("blocks/collection.py"),  # what Prefect's server loads, and nothing else may import
+    Path("src/prefect_tune/registry.py"),  # the one list of names in JSON, below the core
+}
+ENTRY_POINTS = ("cli", "flows", "integrations", "loggers")
 
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
@@ -196,6 +207,53 @@ def shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
         first[node.name] = path
 
 
+def size_of_the_package(package: Sequence[Source]) -> tuple[str, list[str]]:
+    """Return the figures of the whole package as a line, and every one that exceeds its limit."""
+    lines = sum(source.line_count for source in package)
+    imports = sum(map(_import_lines, package)) / max(lines, 1)
+    single = [name for name, count in _importers(package).items() if count == 1 and not _is_entry_point(name)]
+    limits = (
+        (lines, PACKAGE_LINES, "lines"),
+        (len(package), PACKAGE_FILES, "files"),
+        (round(imports, 4), IMPORT_LINES, "of the lines are imports"),
+        (len(single), ONE_IMPORTER, "modules with one importer"),
+    )
+    found = [f"package: {value} {what}, at most {most}" for value, most, what in limits if value > most]
+    found += [
+        f"{source.path}:1: {source.line_count} lines, at least {SHORTEST_FILE_LINES}: part of another concept"
+        for source in package
+        if source.line_count < SHORTEST_FILE_LINES and source.path.name != "__init__.py"
+        if source.path not in SHORT_BY_RIGHT
+    ]
+    return f"package: {len(package)} files, {lines} lines, {imports:.1%} imports, {len(single)} one importer", found
+
+
+def _import_lines(source: Source) -> int:
+    nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
+
+
+def _importers(package: Sequence[Source]) -> Mapping[str, int]:
+    """Return how many modules import each module."""
+    modules = {_module(source.path) for source in package}
+    importers: dict[str, set[Path]] = {name: set() for name in modules}
+    for source in package:
+        nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module)
+        for module, each in ((str(node.module), each) for node in nodes for each in node.names):
+            name = f"{module}.{each.name}"
+            importers.get(name if name in modules else module, set()).add(source.path)
+    return {name: len(paths) for name, paths in importers.items()}
+
+
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "src" else ("prefect_tune", *parts))
+
+
+def _is_entry_point(module: str) -> bool:
+    return module.endswith("__init__") or module.split(".")[1] in ENTRY_POINTS
+
+
 def main(root: Path) -> int:
     """Print violations and figures; return the exit code."""
     inside, beside = read_sources(root, ROOMS), read_sources(root, BESIDE)
@@ -207,7 +265,8 @@ def main(root: Path) -> int:
         if source.line_count > FILE_LINES_BESIDE
     ]
     package = [source for source in inside if source.path.parts[0] in PACKAGE]
-    found += [*full_folders([*package, *beside]), *shared_class_names(package)]
+    figures, exceeded = size_of_the_package(package)
+    found += [*exceeded, *full_folders([*package, *beside]), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])
@@ -219,6 +278,7 @@ def main(root: Path) -> int:
         f"house: {len(inside)} files, longest {longest_file} lines; {len(lengths)} functions, "
         f"median {middle:g}, longest {max(lengths, default=0)} lines; {len(found)} violations"
     )
+    print(figures)
     return 1 if found else 0
 
 
