@@ -25,9 +25,9 @@ FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
 PACKAGE_LINES = 52_000
-PACKAGE_FILES = 272
+PACKAGE_FILES = 273
 IMPORT_LINES = 0.095  # of all lines of the package
-ONE_IMPORTER = 33  # modules that one other module imports, and that are no command, flow, logger or integration
+ONE_IMPORTER = 34  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""
 SHORTEST_FILE_LINES = 30
 SHORT_BY_RIGHT = {

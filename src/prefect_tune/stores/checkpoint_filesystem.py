@@ -1,0 +1,162 @@
+"""A committed checkpoint as a read-only pyarrow file system, with its files below the checkpoint's path."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.fs as arrow
+
+from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.errors import CheckpointNotFound
+from prefect_tune.stores.local.download import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
+
+if TYPE_CHECKING:
+    from prefect_tune.stores.checkpoint_location import TargetPlace
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def committed_view(place: TargetPlace) -> arrow.FileSystem:
+    """Return a read-only file system that shows the files of the checkpoint at `place` below `place.path`.
+
+    Bytes are read when they are used, and verified. The file system can be pickled.
+    """
+    return arrow.PyFileSystem(_View(place))
+
+
+class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
+    def __init__(self, place: TargetPlace) -> None:
+        self._place = place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _View) and other._place == self._place
+
+    def __hash__(self) -> int:
+        return hash(self._place.path)
+
+    def __reduce__(self) -> tuple[type[_View], tuple[TargetPlace]]:
+        return _View, (self._place,)  # the manifest is read again where it is unpickled
+
+    def get_type_name(self) -> str:
+        return "prefect-tune"
+
+    def normalize_path(self, path: str) -> str:
+        return path.rstrip("/")
+
+    def get_file_info(self, paths: Sequence[str]) -> list[arrow.FileInfo]:
+        return [self._info(path) for path in paths]
+
+    def get_file_info_selector(self, selector: arrow.FileSelector) -> list[arrow.FileInfo]:
+        base = selector.base_dir.rstrip("/")
+        if self._info(base).type != arrow.FileType.Directory:
+            if selector.allow_not_found:
+                return []
+            raise FileNotFoundError(base)
+        below = [path for path in (*self._files, *self._folders) if path.startswith(f"{base}/")]
+        wanted = below if selector.recursive else [path for path in below if "/" not in path[len(base) + 1 :]]
+        return [self._info(path) for path in sorted(wanted)]
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        return pa.PythonFile(io.BufferedReader(self._opened(path), 1 << 20), mode="r")
+
+    def open_input_stream(self, path: str) -> pa.PythonFile:
+        return self.open_input_file(path)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PermissionError(f"{self._place.name}: a committed checkpoint is read-only; save a new one")
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
+    move = copy_file = open_output_stream = open_append_stream = _refuse
+
+    @cached_property
+    def _copy(self) -> tuple[Manifest, bytes | None]:
+        """The manifest of a copy, and the bytes of its metadata file."""
+        with self._place.open(timeout=_TIMEOUT) as store:
+            manifest = self._place.manifest(store)
+            if manifest is None:
+                expected = "expected a committed checkpoint, found a plain directory"
+                raise CheckpointNotFound(f"{self._place.name}: {expected}")
+            metadata = metadata_of_copy(store, manifest.key.metadata_folder, manifest)
+        return manifest_of_copy(manifest, metadata), metadata
+
+    @cached_property
+    def _files(self) -> dict[str, FileRef]:
+        return {f"{self._place.path}/{file.path}": file for file in self._copy[0].files}
+
+    @cached_property
+    def _folders(self) -> frozenset[str]:
+        root = self._place.path
+        empty = [f"{root}/{folder}" for folder in self._copy[0].empty_directories]
+        return frozenset(empty).union(*(_folders_of(path, root) for path in (*self._files, *empty)))
+
+    def _info(self, path: str) -> arrow.FileInfo:
+        bare = path.rstrip("/")
+        if file := self._files.get(bare):
+            return arrow.FileInfo(bare, arrow.FileType.File, size=file.size_bytes)
+        is_folder = bare == self._place.path or bare in self._folders
+        return arrow.FileInfo(bare, arrow.FileType.Directory if is_folder else arrow.FileType.NotFound)
+
+    def _opened(self, path: str) -> io.RawIOBase | io.BytesIO:
+        if not (file := self._files.get(path.rstrip("/"))):
+            raise FileNotFoundError(path)
+        manifest, metadata = self._copy
+        if file.path == METADATA_FILE and metadata is not None:
+            return io.BytesIO(metadata)
+        return _VerifiedFile(self._place, manifest, file)
+
+
+def _folders_of(path: str, root: str) -> Iterable[str]:
+    while (path := path.rpartition("/")[0]) and path != root:
+        yield path
+
+
+class _VerifiedFile(io.RawIOBase):
+    """One file of a checkpoint, read chunk by chunk; the last chunk is kept."""
+
+    def __init__(self, place: TargetPlace, manifest: Manifest, file: FileRef) -> None:
+        self._place = place
+        self._manifest = manifest
+        self._file = file
+        self._at = 0
+        self._chunk_start = 0
+        self._chunk = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._file.size_bytes:
+            return 0
+        self._load()
+        start = self._at - self._chunk_start
+        data = self._chunk[start : start + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _load(self) -> None:
+        """Read the chunk that holds the current position, unless it is the one kept."""
+        if self._chunk_start <= self._at < self._chunk_start + len(self._chunk):
+            return
+        for start, chunk in self._file.placed_chunks():
+            if start <= self._at < start + chunk.length:
+                alone = FileRef(path=self._file.path, size_bytes=chunk.length, chunks=(chunk,))
+                with self._place.open(timeout=_TIMEOUT) as store:
+                    self._chunk_start, self._chunk = start, read_committed(store, self._manifest, alone)
+                return
