@@ -17,7 +17,7 @@ from jsonschema import validate
 from prefect.utilities.schema_tools.validation import validate as prefect_validate
 
 import prefect_tune as pt
-from prefect_tune.deploy.deployments import TAG
+from prefect_tune.deploy.deployment_specs import TAG
 from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.forms import flattened, form_of

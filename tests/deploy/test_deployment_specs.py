@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import prefect_tune as pt
-from prefect_tune.deploy.deployments import (
+from prefect_tune.deploy.deployment_specs import (
     OFFERS,
     TAG,
     DeploymentSchedule,

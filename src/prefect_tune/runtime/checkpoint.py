@@ -14,10 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.html_tables import Html, cell_html, escaped, facts_table, format_html_value, paragraph, soft
-from prefect_tune.core.models import flat, plural, shown_size
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, place_of
 from prefect_tune.stores.deadline import Deadline
 
@@ -25,128 +22,6 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.storage.layout import CheckpointKey
-
-
-# Hints for attributes of Ray's older checkpoint APIs: what replaces each, with an example to copy.
-
-_SAVE_A_VALUE = """\
-import json, tempfile
-import prefect_tune as pt
-
-with tempfile.TemporaryDirectory() as directory:
-    with open(f"{directory}/state.json", "w") as file:
-        json.dump({"epoch": 3}, file)
-    pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
-"""
-_READ_A_VALUE = """\
-import json
-import prefect_tune as pt
-
-if checkpoint := pt.get_checkpoint():
-    with checkpoint.as_directory() as directory, open(f"{directory}/state.json") as file:
-        state = json.load(file)
-"""
-_SAVE_BYTES = """\
-import pathlib, tempfile
-import prefect_tune as pt
-
-with tempfile.TemporaryDirectory() as directory:
-    pathlib.Path(directory, "model.bin").write_bytes(data)
-    pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))
-"""
-_READ_BYTES = """\
-import pathlib
-
-with checkpoint.as_directory() as directory:
-    data = pathlib.Path(directory, "model.bin").read_bytes()
-"""
-_OPEN_A_URI = """\
-import prefect_tune as pt
-
-checkpoint = pt.Checkpoint("s3://bucket/folder")
-with checkpoint.as_directory() as directory:
-    ...
-"""
-_SEND_TO_A_TARGET = """\
-import prefect_tune as pt
-
-pt.report({"loss": 0.1}, checkpoint=pt.Checkpoint.from_directory(directory))  # committed on the trial's target
-"""
-_SHOW_WHERE = """\
-print(checkpoint)  # Checkpoint(filesystem=s3, path=bucket/folder)
-checkpoint.path, checkpoint.filesystem
-"""
-_SAY_A_PREPROCESSOR = """\
-checkpoint.set_metadata({"preprocessor": {"mean": 0.13, "deviation": 0.31}})
-"""
-_READ_A_PREPROCESSOR = """\
-preprocessor = checkpoint.get_metadata()["preprocessor"]
-"""
-
-_INSTEAD: Mapping[str, tuple[str, str]] = {
-    "from_dict": ("a checkpoint is a directory: save the values as a file in it", _SAVE_A_VALUE),
-    "to_dict": ("a checkpoint is a directory: read the values from a file in it", _READ_A_VALUE),
-    "from_bytes": ("a checkpoint is a directory: save the bytes as a file in it", _SAVE_BYTES),
-    "to_bytes": ("a checkpoint is a directory: read the bytes from a file in it", _READ_BYTES),
-    "get_internal_representation": ("a checkpoint is a directory, and nothing else: open it", _READ_BYTES),
-    "from_uri": ("the constructor takes URIs", _OPEN_A_URI),
-    "to_uri": ("a reported checkpoint is uploaded to the target", _SEND_TO_A_TARGET),
-    "uri": ("its path and its file system name the location", _SHOW_WHERE),
-    "get_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _READ_A_PREPROCESSOR),
-    "set_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _SAY_A_PREPROCESSOR),
-}
-
-
-def former_attribute(name: str) -> str | None:
-    """Return what to write instead of `checkpoint.<name>`; None if no API had it."""
-    if name not in _INSTEAD:
-        return None
-    why, example = _INSTEAD[name]
-    return f"pt.Checkpoint has no {name!r}: {why}. Write instead:\n\n{example}"
-
-
-# A checkpoint as a notebook shows it: its location, what its manifest says, and how to open it.
-
-_OPENS = "with checkpoint.as_directory() as directory: ..."
-
-
-def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html:
-    """Return the checkpoint at `place`. Its manifest is read; an error of the target is shown, and not raised."""
-    found: Manifest | None = None
-    problem = ""
-    try:
-        found = _manifest(place.now(), timeout)
-    except TuneError as error:
-        problem = f"{type(error).__name__}: {error}"
-    facts = {
-        "location": Html(f"<code>{escaped(place.name, 1000)}</code>"),
-        **(_facts_of(found) if found else {}),
-        "problem": Html(f'<span class="pt-bad">{escaped(problem)}</span>') if problem else Html(""),
-        "open": Html(f"<code>{escaped(_OPENS)}</code>"),
-    }
-    title = f"Checkpoint of step {found.step}, trial {found.trial} of {found.experiment}" if found else "Checkpoint"
-    return cell_html(paragraph(escaped(title), kind="pt-title"), facts_table(facts))
-
-
-def _manifest(place: LocalPlace | TargetPlace, timeout: timedelta) -> Manifest | None:
-    """Return the manifest; None for a plain directory."""
-    if isinstance(place, LocalPlace):
-        place.require_there()
-        return None
-    with place.open(timeout=timeout) as store:
-        return place.manifest(store)
-
-
-def _facts_of(found: Manifest) -> dict[str, Html]:
-    size_bytes = sum(each.size_bytes for each in found.files)
-    metrics = {name: format_html_value(value) for name, value in flat(found.about.metrics).items()}
-    return {
-        "step": escaped(f"{found.step:,}"),
-        "size": escaped(f"{shown_size(size_bytes)} in {plural(len(found.files), 'file', 'files')}"),
-        "metrics": facts_table(metrics) if metrics else soft("none"),
-        "saved": escaped(f"{found.about.created_at.replace('T', ' ')[:19]} UTC, attempt {found.about.attempt}"),
-    }
-
 
 _DOWNLOAD_TIMEOUT = timedelta(minutes=30)
 _METADATA_TIMEOUT = timedelta(minutes=1)
@@ -257,7 +132,7 @@ class Checkpoint(metaclass=_Advising):
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
         from prefect_tune.stores.local.node_cache import DestinationInUse, fill
-        from prefect_tune.stores.local.scratch import user_folder
+        from prefect_tune.stores.local.user_temp_folder import user_folder
 
         filling = self._place.now().filling(self._token, deadline)
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
@@ -325,7 +200,7 @@ class Checkpoint(metaclass=_Advising):
 
     def _repr_html_(self) -> str:
         """Return its location, step, size, metrics and time for a notebook, and how to open it."""
-        from prefect_tune.runtime.checkpoint import checkpoint_html
+        from prefect_tune.stores.checkpoint_html import checkpoint_html
 
         return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
 
@@ -344,6 +219,6 @@ class Checkpoint(metaclass=_Advising):
 
 
 def _no_attribute(name: str) -> AttributeError:
-    from prefect_tune.runtime.checkpoint import former_attribute
+    from prefect_tune.core.ray_checkpoint_hints import former_attribute
 
     return AttributeError(former_attribute(name) or f"'Checkpoint' has no attribute {name!r}", name=name)

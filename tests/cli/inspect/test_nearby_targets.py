@@ -81,4 +81,4 @@ def test_a_misspelt_prefix_of_a_bucket_has_a_hint(run: Run, bucket: str, tmp_pat
     assert run("ls", f"{bucket}/taem").out == f"{bucket}/taem: no experiments; did you mean 'team'?\n"
     assert run("ls", f"{bucket}/zz").out == f"{bucket}/zz: no experiments\n"
     done = run("ls", f"{bucket}-x/team")
-    assert "there is no such bucket: correct the bucket's name or the endpoint, or create it" in done.err
+    assert "there is no such bucket or container: correct its name or the endpoint, or create it" in done.err

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
 from prefect_tune.deploy.automations import automation_names, uninstall_automations
-from prefect_tune.deploy.deployments import OFFERS, TAG
+from prefect_tune.deploy.deployment_specs import OFFERS, TAG
 from prefect_tune.parameters.forms import flattened
 from tests.fakes.command_line import Run
 from tests.fakes.pages import ROOT

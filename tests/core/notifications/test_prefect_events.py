@@ -95,6 +95,8 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "trial": T,
         "checkpoint": checkpoint,
         "retires": [],
+        "sent_bytes": None,
+        "upload_seconds": None,
     }
     assert finished == {
         "name": "prefect-tune.finished",

@@ -20,7 +20,8 @@ from prefect.states import Pending
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.deploy.deployments import DeploymentSchedule, Pool, deploy, named, of_one_experiment, wanted
+from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
+from prefect_tune.deploy.deployments import Pool, deploy
 from prefect_tune.parameters.forms import form_of
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at

@@ -83,7 +83,7 @@ class TestOnTheSink(StoreContract):
 @pytest.mark.parametrize("act", _ACTS)
 def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str, act: str) -> None:
     store = object_store(moto, bucket="never-created")
-    with pytest.raises(StoreRefused, match="no such bucket: correct the bucket"):
+    with pytest.raises(StoreRefused, match="no such bucket"):
         _calls(store)[act]()
 
 

@@ -1,0 +1,183 @@
+"""The deployable flows and specifications of deployments, as plain values; `prefect.yaml` describes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import valid_name
+from prefect_tune.core.texts import did_you_mean
+
+TAG = "prefect-tune"
+"""The tag of every deployment and of its runs, by which automations match them."""
+Collision: TypeAlias = Literal["cancel-new", "enqueue"]
+_TRIAL_DEPLOYMENT = "trial_deployment"
+
+
+@dataclass(frozen=True, slots=True)
+class DeployableFlow:
+    """A flow of this package that can be deployed."""
+
+    name: str
+    """The name of the flow, and of its deployment."""
+    entrypoint: str
+    """A dotted path: a file's path would load a second copy of the module, whose classes are not identical."""
+    description: str
+    at_once: int | None = None
+    """The concurrency limit of its runs; None: no limit."""
+    has_experiment: bool = True
+    """Whether its parameter `experiment` names the one experiment of a run."""
+
+    @property
+    def module(self) -> str:
+        return self.entrypoint.rpartition(".")[0]
+
+
+OFFERS: Sequence[DeployableFlow] = (
+    DeployableFlow(
+        "durable-trainable",
+        "prefect_tune.flows.deployed.durable_trainable",
+        "Train one trial durably. The same experiment name resumes it from its newest checkpoint.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        '| config | `{"lr": 0.01, "layers": 2}` |\n'
+        "| experiment | `first-training` |\n"
+        '| stop | `{"step": 100}` |\n',
+    ),
+    DeployableFlow(
+        "tune",
+        "prefect_tune.flows.deployed.tune",
+        "Search for the best configuration. The same experiment name resumes the search.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        '| space | `{"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}}` |\n'
+        "| experiment | `first-search` |\n"
+        "| metric | `loss` |\n"
+        "| num_samples | `20` |\n"
+        '| stop | `{"step": 100}` |\n'
+        '| scheduler | `{"ASHA": {"max_t": 100}}` |\n',
+    ),
+    DeployableFlow(
+        "resume",
+        "prefect_tune.flows.deployed.resume",
+        "Resume a search by its name alone, with more samples or steps, or another space; or fork it.\n\n"
+        "| field | an example to copy |\n"
+        "|---|---|\n"
+        "| experiment | `first-search` |\n"
+        "| target | `s3://bucket/runs` |\n"
+        "| trainable | `my_project.train:Net` |\n"
+        "| num_samples | `40` |\n",
+    ),
+    DeployableFlow(
+        "maintain",
+        "prefect_tune.flows.maintain.maintain",
+        "Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage.",
+        at_once=1,
+        has_experiment=False,
+    ),
+    DeployableFlow(
+        "train-trial",
+        "prefect_tune.flows.train_trial.train_trial",
+        'Run one attempt of a trial. Searches with trials="deployment" start it; do not start it by hand.',
+        has_experiment=False,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A fixed time between one run and the next."""
+
+    interval: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentSchedule:
+    """When Prefect starts a run of a deployment."""
+
+    when: str | Interval
+    """A cron expression, or an interval."""
+    time_zone: str = "UTC"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """The specification of a deployment."""
+
+    offer: DeployableFlow
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    schedules: Sequence[DeploymentSchedule] | None = None
+    """None: keep existing schedules."""
+    at_once: int | None = None
+    collision: Collision = "cancel-new"
+    """What Prefect does with a run above the concurrency limit: cancel it, or queue it."""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.offer.name}/{self.name}"
+
+
+def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
+    """Return the deployable flows of these names; all of them if `names` is empty.
+
+    Raises:
+        InvalidInput: no flow has one of the names.
+    """
+    known = {offer.name: offer for offer in OFFERS}
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise InvalidInput(f"there is no flow {name!r} to deploy: expected one of {', '.join(known)}{hint}")
+    return [known[name] for name in dict.fromkeys(names or known)]
+
+
+def wanted(offers: Sequence[DeployableFlow], *, prefix: str = "", suffix: str = "") -> Sequence[DeploymentSpec]:
+    """Return specifications of general deployments, with a common prefix and suffix in their names.
+
+    The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix and suffix.
+    """
+    trials = _around("train-trial", prefix, suffix)
+    elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{trials}"} if trials != "train-trial" else {}
+    return [
+        DeploymentSpec(
+            offer=offer,
+            name=_around(offer.name, prefix, suffix),
+            parameters=elsewhere if offer.name == "tune" else {},
+            at_once=offer.at_once,
+        )
+        for offer in offers
+    ]
+
+
+def of_one_experiment(
+    offer: DeployableFlow,
+    name: str,
+    parameters: Mapping[str, Any],
+    schedules: Sequence[DeploymentSchedule] | None,
+    collision: Collision = "cancel-new",
+) -> DeploymentSpec:
+    """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another.
+
+    At most one of its runs runs at a time.
+    """
+    experiment = {"experiment": name} if offer.has_experiment else {}
+    return DeploymentSpec(
+        offer=offer,
+        name=valid_name(name),
+        parameters={**experiment, **parameters},
+        schedules=schedules,
+        at_once=1,
+        collision=collision,
+    )
+
+
+def _around(name: str, prefix: str, suffix: str) -> str:
+    return valid_name(f"{prefix}{name}{suffix}")
