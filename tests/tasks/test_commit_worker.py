@@ -196,7 +196,7 @@ def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> I
         last_words()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_end_all_the_same", after)
+        patch.setattr(commit_worker, "_end_all_the_same", after)
         yield
 
 

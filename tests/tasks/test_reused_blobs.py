@@ -14,6 +14,7 @@ from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events.experiment_events import Cause, Committed, Quarantined
 from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.commit_worker import CommitWorker
 from tests.tasks.test_commit_worker import (
     TRIAL,
@@ -99,7 +100,7 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(commit_worker, "on_target", away)
+    monkeypatch.setattr(module, "on_target", away)
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     assert damaged(harness)[:2] == [1, 2]
     assert 2 + EVERY not in damaged(harness)

@@ -132,7 +132,7 @@ class Checkpoint(metaclass=_Advising):
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
         from prefect_tune.stores.local.node_cache import DestinationInUse, fill
-        from prefect_tune.stores.local.user_temp_folder import user_folder
+        from prefect_tune.stores.local.scratch import user_folder
 
         filling = self._place.now().filling(self._token, deadline)
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"

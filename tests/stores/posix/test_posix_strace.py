@@ -26,7 +26,7 @@ CHILD = f"""
 import os, sys
 from pathlib import Path
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.stores.posix import posix_store as posix
+from prefect_tune.stores import posix_store as posix
 posix._WRITE_BYTES = 4096
 store = posix.PosixStore(Path(sys.argv[1]))
 act = {{
