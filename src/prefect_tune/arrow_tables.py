@@ -21,8 +21,7 @@ _OF_A_REPORT = ("trial", "step", "trained_seconds")
 COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "1", "reports": "1"}
 """Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
 
-Trials 2: `status` says completed, pruned or interrupted where 1 said finished, and interrupted for some that 1 said
-are pending. A file says its version as `prefect-tune/version`; the first releases wrote none, which means 1.
+A file says its version as `prefect-tune/version`.
 """
 
 
