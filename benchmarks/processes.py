@@ -25,8 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.measuring.tables import circumstances, table, write
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import start_of, supervised_process
 
 FEW = 5

@@ -13,6 +13,7 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
+from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
@@ -32,7 +33,6 @@ from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan, from_set
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results import Results
 from prefect_tune.suspension.resume_forms import chosen_before
-from prefect_tune.tasks.experiment_state import no_experiment_at, read_known
 from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment, fork_source
 from prefect_tune.trust import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched

@@ -8,10 +8,10 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
+from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.executors.remote_link import StoreLink, TrialParameters, request_from
 from prefect_tune.executors.trial_executor import attempt_of
-from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 
 __all__ = ["train_trial"]
 

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from prefect import task
 
+from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.recovery import read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import RETRYING, is_away
 from prefect_tune.stores.local.download import fetch_committed, metadata_of_copy
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
-from prefect_tune.supervisor.journal_writer import new_write_id
 
 _TIMEOUT_SECONDS = 1800.0
 _TIMEOUT, _OF_A_CLONE, _LOOK = timedelta(seconds=_TIMEOUT_SECONDS), timedelta(minutes=2), timedelta(seconds=30)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
-    """A checkpoint that was uploaded to the target, with the size of the upload."""
-
-    key: CheckpointKey
-    size_bytes: int
-    file_count: int
-    sent_bytes: int
-    """Bytes that were uploaded; the rest was on the target already."""
-    damaged: Mapping[str, str] = field(default_factory=dict)
-    """Damaged blobs of earlier checkpoints, by path, with the damage; this checkpoint does not refer to them."""
 
 
 @task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
@@ -93,14 +79,6 @@ def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest |
         return read_manifest(store, parent) if parent else None
     except (CheckpointCorrupt, CheckpointNotFound):
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class ClonedCheckpoint:
-    """A clone that is stored on the target; the event `Cloned` in its trial's journal makes it a checkpoint."""
-
-    checkpoint: CheckpointRef
-    source: CheckpointKey
 
 
 @task(name="clone-checkpoint", task_run_name="clone {source.trial}", **RETRYING)

@@ -1,136 +1,26 @@
-"""Read an experiment, open its journal, and write its next entry: the tasks, each with retries and a timeout."""
+"""The tasks that check a target, open an experiment's journal and write its next entry, with retries and timeouts."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
-from uuid import UUID
 
 from prefect import task
-from prefect.client.schemas.objects import TaskRun
 from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
 
-from prefect_tune.blocks import LocalTarget, StorageTarget, TargetCheck
+from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.core.errors import (
-    InvalidInput,
-    JournalCorrupt,
-    ObjectNotFound,
-    ResumeFailed,
     StoreRefused,
     StoreUnavailable,
-    Superseded,
-    TuneError,
-    UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
-from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
-from prefect_tune.core.messages.live_status import last_known_steps
-from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery import adopt
-from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.layout import JournalKey, journal_key, no_experiment
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
-from prefect_tune.parameters.search_plan import Resuming
-from prefect_tune.prefect_api.task_runs import set_crashed
-from prefect_tune.storage_retries import CHECKING, RETRYING, skip_prefect_introspection, with_retries
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.layout import journal_key
+from prefect_tune.journal_access import Opening, append_entry, new_write_id, opened_journal
+from prefect_tune.storage_retries import CHECKING, RETRYING, skip_prefect_introspection
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import EntryListener, is_gone, new_write_id
-
-# Use a target for work that is too small for a task run.
-
-_Result = TypeVar("_Result")
-
-
-def on_target(
-    target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = timedelta(minutes=2)
-) -> _Result:
-    """Return `act(store)`; each try opens the target anew, and may last `timeout`. Retried as `with_retries` does."""
-
-    def acted() -> _Result:
-        with target.open(timeout=timeout) as store:
-            return act(store)
-
-    return with_retries(acted)
-
-
-# Show attempts that died with an earlier owner of their journal as Crashed in Prefect.
-
-_KEY_OF_ATTEMPTS = "run_trial-"
-"""Begins Prefect's key of the tasks that run attempts, the public one too: the name of their functions."""
-_opened_here: set[Owner] = set()
-"""The owners with which this process has opened journals: their attempts end by themselves."""
-
-
-def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
-    """Set the task runs of attempts that were running when `owner` took the journal over to Crashed, in a thread.
-
-    An attempt whose flow run is alive keeps its state: it ends by itself as soon as it finds that it was superseded. If
-    the flow run is found dead later, while this process lives, the attempt is set to Crashed then. The thread does not
-    delay the end of the process; errors of the Prefect server change nothing.
-
-    Args:
-        before: the experiment before the takeover, of a trial's own journal or of a single training's.
-        owner: the new owner.
-    """
-    dead, is_own = before.owner, before.owner in _opened_here
-    _opened_here.add(owner)
-    if is_own or dead is None or dead.flow_run is None or not any(map(_is_running_here, before.trials.values())):
-        return
-    if dead.task_run is not None and dead.task_run == owner.task_run:
-        return  # a task runner has started the same task again, on another machine
-    is_same_run = dead.flow_run == owner.flow_run  # Prefect starts a run again once it has ended
-    run_count = (owner.attempt or flow_run.run_count) if is_same_run and dead.task_run is None else None
-    settle = threading.Thread(
-        target=copy_context().run,
-        args=(set_crashed, UUID(dead.flow_run), attempts_of(dead, run_count)),
-        kwargs={
-            "successor": _successor(dead, owner, run_count),
-            "started_again": is_same_run,
-            "has_ended": is_same_run or is_gone(dead),
-        },
-        name="settle-dead-attempts",
-        daemon=True,
-    )
-    settle.start()
-
-
-def _successor(dead: Owner, owner: Owner, run_count: int | None) -> str:
-    """Return what took over from `dead`: a run, or within one flow run the trial's next attempt."""
-    if dead.flow_run != owner.flow_run:
-        return f"flow run {owner.name!r}" if owner.flow_run else str(owner)
-    return "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
-
-
-def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
-    """Return whether a task run of its flow run is an attempt of `owner`.
-
-    Args:
-        owner: the owner of the journal that the attempts write. It names the task run, if a trial has the journal.
-        run_count: how often the flow run was started, if it is running again: its present attempts are not those of
-            `owner`. None if it is not.
-    """
-
-    def is_attempt(run: TaskRun) -> bool:
-        if owner.task_run is not None:
-            return str(run.id) == owner.task_run
-        is_earlier = run_count is None or (run.start_time is not None and run.flow_run_run_count < run_count)
-        return is_earlier and run.task_key.startswith(_KEY_OF_ATTEMPTS)
-
-    return is_attempt
-
-
-def _is_running_here(trial: Trial) -> bool:
-    """Whether the journal that holds `trial` is the one that its attempts write."""
-    return trial.status is Status.RUNNING and not trial.apart
-
 
 _TIMEOUT = timedelta(minutes=2)
 
@@ -180,88 +70,7 @@ def restore_experiment_state(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Arguments of opening a journal: the new owner, additional events of its entry, a listener of the entries."""
-
-    owner: Owner
-    stamp: Stamp
-    also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
-    listener: EntryListener = lambda _events, _experiment: None
-    known: LoadedJournal | None = None
-    """The journal, if the caller has just read it; saves a second read."""
-    reached: Mapping[str, int] = field(default_factory=dict)
-    """The last steps that trials are known to have trained which the journal may not have, by its earlier owner."""
-
-
-class _BehindError(Exception):
-    """The opener was superseded by a newer request: trying again cannot succeed."""
-
-
-def _opened(
-    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
-) -> Experiment:
-    said: Sequence[Event] | None = None
-    before = nothing_yet(key)
-
-    def also(found: Experiment) -> Sequence[Event]:
-        nonlocal said, before
-        if found.owner is not None and opening.owner.is_behind(found.owner):
-            raise _BehindError(f"{key}: a newer request replaced this one, and {found.owner} executes it")
-        said, before = opening.also(found), found
-        return said
-
-    try:
-        opened = take_over(
-            store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
-        )
-        if said is None:  # an earlier try wrote the entry, and perhaps later ones, but the reply was lost
-            _hear_again(store, opened, opening.listener, transfers)
-        else:
-            opening.listener([opened.opened_by(), *said], opened)
-        settle_dead_attempts(before, opening.owner)
-        if opened.settled_from == opened.opened_at:
-            return opened
-        reached = {**opening.reached, **last_known_steps(store, opened)}
-        adopted = adopt(store, opened, reached=reached, side_by_side=transfers)
-        after = append_entry(store, opened, adopted, _second(opening.stamp))
-    except _BehindError as behind:
-        raise Superseded(str(behind)) from behind
-    except (JournalCorrupt, UnknownVersion) as error:
-        raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
-    opening.listener(adopted, after)
-    return after
-
-
-def _hear_again(store: ObjectStore, opened: Experiment, listener: EntryListener, transfers: ParallelMap) -> None:
-    """Pass the stored entries to the listener: this process does not know all events that the earlier try wrote."""
-    for entry in entries_beyond(store, opened.key, opened.opened_at - 1, side_by_side=transfers):
-        listener(entry.events, opened.model_copy(update={"number": entry.number}))
-
-
-def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
-    """Open a trial's own journal as `restore_experiment_state` opens the experiment's, within the calling task.
-
-    Raises as `restore_experiment_state`; `Superseded`, without writing anything, also if the journal was opened
-    for a newer request than that of `opening.owner`.
-    """
-    tries = iter([opening])
-
-    def open_it() -> Experiment:
-        # `known` holds for the first try only: that try may have written an entry and lost the reply.
-        this_time = next(tries, replace(opening, known=None))
-        with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return _opened(store, key, target, this_time, transfers)
-
-    return with_retries(open_it)
-
-
-def _second(stamp: Stamp) -> Stamp:
-    """The stamp of the entry after the first: a retry of the task recognizes both."""
-    return Stamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
+        return opened_journal(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
@@ -289,13 +98,6 @@ def sync_experiment_state(
         return append_entry(store, experiment, events, stamp)
 
 
-def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
-    """Write the next entry, and the segment that ends with it, if one does. Raises as `journal.append`."""
-    after = append(store, experiment, events, stamp)
-    write_due_segment(store, after)
-    return after
-
-
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
@@ -303,105 +105,3 @@ def write_entry(
     return sync_experiment_state(
         target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_id()
     )
-
-
-def write_directly(
-    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
-) -> Experiment:
-    """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
-    once = stamp or new_write_id()
-    return on_target(target, lambda store: append_entry(store, experiment, events, once))
-
-
-def experiment_id(target: StorageTarget, experiment: str) -> str | None:
-    """Return the digest of the journal's first entry; None if there is no such experiment. Costs one request.
-
-    It is unique: an experiment that was deleted and created again under the same name has another one.
-    """
-
-    def look(store: ObjectStore) -> str | None:
-        try:
-            return digest_of(read_document(store, journal_key(experiment).entry_path(1), JournalCorrupt))
-        except ObjectNotFound:
-            return None
-
-    return on_target(target, look)
-
-
-def read_experiment(target: StorageTarget, experiment: str) -> Experiment:
-    """Return the state of `experiment` without opening it, for read-only use."""
-    return read_journal(target, experiment).experiment
-
-
-def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
-    """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return read(store, experiment, side_by_side=transfers)
-
-
-def no_experiment_at(target: StorageTarget, experiment: str) -> str:
-    """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
-    with target.open(timeout=_TIMEOUT) as store:
-        return no_experiment(store, experiment, target.uri)
-
-
-# Read an experiment before it is opened, and check that it exists or not, as the run requires.
-
-
-def require_presence(
-    target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None
-) -> LoadedJournal | None:
-    """Check, before anything is written, that the experiment exists or not, as `asked`.
-
-    Returns `known`, or the journal if it had to be read; None if neither.
-
-    Raises:
-        ResumeFailed: it has to exist and does not, or cannot be read. Nothing was started.
-        InvalidInput: it must not exist, and does; or 'local' was asked, and the target is not a `LocalTarget`.
-    """
-    if asked.local and not isinstance(target, LocalTarget):
-        raise InvalidInput(
-            f"resume='local': an experiment is stored on its target only, {target.uri}: there is no "
-            "copy on this machine that could be newer or older. Use 'must', or a target on this machine"
-        )
-    if asked.presence == "auto":
-        return known
-    known = known or read_known(target, experiment)
-    found = known.experiment
-    if asked.presence == "must" and not found.number:
-        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
-    if asked.presence == "never" and found.number:
-        raise InvalidInput(
-            f"experiment {experiment!r} at {target.uri} exists already, with {len(found.trials)} trials, but "
-            "resume='never' (or False) requires a new one: use another name; no experiment is ever overwritten"
-        )
-    return known
-
-
-def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
-    """Read the journal of `experiment`, before it is opened.
-
-    Raises:
-        ResumeFailed: it cannot be read, and retries do not help.
-    """
-    try:
-        return read_undamaged(target, experiment)
-    except StoreRefused as error:
-        raise _not_resumed(target, experiment, error) from error
-
-
-def read_undamaged(target: StorageTarget, experiment: str) -> LoadedJournal:
-    """As `read_known`, for a caller that retries refusals.
-
-    Raises:
-        ResumeFailed: it is damaged, or of an unknown version.
-        StoreRefused: the target refuses access.
-    """
-    try:
-        return read_journal(target, experiment)
-    except (JournalCorrupt, UnknownVersion) as error:
-        raise _not_resumed(target, experiment, error) from error
-
-
-def _not_resumed(target: StorageTarget, experiment: str, why: TuneError) -> ResumeFailed:
-    return ResumeFailed(f"experiment {experiment!r} at {target.uri}: {why}. Nothing was started")

@@ -10,6 +10,7 @@ from datetime import timedelta
 from prefect import task
 from prefect.logging import get_run_logger
 
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import (
     CheckpointNotFound,
@@ -29,10 +30,9 @@ from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.supervisor.processes.process_output import Log
 
 _TIMEOUT = timedelta(minutes=10)
 

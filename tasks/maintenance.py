@@ -21,10 +21,9 @@ from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspectio
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
-from prefect_tune.storage_retries import RETRYING
+from prefect_tune.journal_access import new_write_id
+from prefect_tune.storage_retries import RETRYING, on_target
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.tasks.experiment_state import on_target
 
 _TIMEOUT = timedelta(minutes=30)
 _SHARE_FOR_BEGINNING = 0.8

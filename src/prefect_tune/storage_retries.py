@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-    from prefect_tune.supervisor.processes.process_output import Log
+    from prefect_tune.attempt.processes.process_output import Log
+    from prefect_tune.blocks import StorageTarget
+    from prefect_tune.core.storage.object_store import ObjectStore
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -121,6 +124,18 @@ def with_retries(act: Callable[[], _Result]) -> _Result:
             run_log().warning("retrying in %.1f s: %s", pause_seconds, error)
             _pause(pause_seconds)
     return act()
+
+
+def on_target(
+    target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = timedelta(minutes=2)
+) -> _Result:
+    """Return `act(store)`; each try opens the target anew, and may last `timeout`. Retried as `with_retries` does."""
+
+    def acted() -> _Result:
+        with target.open(timeout=timeout) as store:
+            return act(store)
+
+    return with_retries(acted)
 
 
 def run_log() -> Log:

@@ -22,8 +22,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
-from prefect_tune.tasks.experiment_state import read_known
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)

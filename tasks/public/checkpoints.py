@@ -11,6 +11,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
+from prefect_tune.attempt.attempt_tasks import SavedCheckpoint
+from prefect_tune.attempt.commit_worker import about_checkpoint, commit_entry, delete_retired, log_commit, log_damage
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.verified_reads import has_same_files
@@ -41,15 +43,13 @@ from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import RETRYING, RETRYING_REFUSALS, run_log
 from prefect_tune.stores.local.download import manifest_of_copy, metadata_of_copy
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
-from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.tasks import checkpoints as engine
-from prefect_tune.tasks.commit_worker import about_checkpoint, commit_entry, delete_retired, log_commit, log_damage
-from prefect_tune.tasks.experiment_state import no_experiment_at, read_undamaged
 from prefect_tune.tasks.public.arguments import (
     DeleteArguments,
     Directory,
@@ -208,7 +208,7 @@ class _Save:
         trial = self._folder.trial
         return [Reported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
-    def _uploaded(self, state: Experiment) -> engine.SavedCheckpoint:
+    def _uploaded(self, state: Experiment) -> SavedCheckpoint:
         """Publish the checkpoint, for the entry that follows `state`.
 
         Raises:
@@ -221,7 +221,7 @@ class _Save:
             self._abandon(state)
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of it was not journaled") from unfinished
 
-    def _published(self, state: Experiment) -> engine.SavedCheckpoint:
+    def _published(self, state: Experiment) -> SavedCheckpoint:
         trial = state.trial(self._folder.trial)
         reports = [each.report for each in self._reports(state)]
         about = about_checkpoint(self._folder, state, self._report, reports, self._stamp)

@@ -19,19 +19,21 @@ from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, ent
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.parameters.argument_checks import require_one_runner
-from prefect_tune.parameters.resume_compatibility import require_goes_on
-from prefect_tune.storage_retries import with_retries
-from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import Writer, is_same_writer, new_write_id, this_writer
-from prefect_tune.tasks.experiment_state import (
+from prefect_tune.journal_access import (
     Opening,
+    Writer,
     append_entry,
-    check_target,
-    on_target,
+    is_same_writer,
+    new_write_id,
     open_journal,
     read_undamaged,
+    this_writer,
 )
+from prefect_tune.parameters.argument_checks import require_one_runner
+from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.storage_retries import on_target, with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.tasks.experiment_state import check_target
 
 __all__ = ["append_beside_others", "own", "writer_of_trial"]
 

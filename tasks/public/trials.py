@@ -8,6 +8,14 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Literal, TypeVar, assert_never
 
+from prefect_tune.attempt.attempt import Attempt, has_had_enough, next_start
+from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.commit_worker import delete_retired, find_doomed
+from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.search_link import InProcessLink
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import SaveOvertaken, StoreUnavailable, TrialFailed
@@ -18,6 +26,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
 from prefect_tune.core.models import Stamp, first_line
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.import_check import require_importable
@@ -26,19 +35,11 @@ from prefect_tune.parameters.search_limits import require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, retrying_refusals, run_log
-from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.journal_writer import JournalWriter, new_write_id
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import InProcessLink
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.attempt_supervisor import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.tasks.checkpoints import delete_checkpoint
-from prefect_tune.tasks.commit_worker import delete_retired, find_doomed
 from prefect_tune.tasks.public.arguments import TrialArguments
 from prefect_tune.tasks.public.ownership import append_beside_others, own, writer_of_trial
 from prefect_tune.tasks.public.results import TrialState, trial_state
-from prefect_tune.tasks.trial_attempt import has_had_enough, next_start, run_attempt
+from prefect_tune.tasks.trials import TasksOfAttempt
 
 __all__ = [
     "begin_attempt",
@@ -219,7 +220,8 @@ def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tup
         link.stop = stop
         writer = JournalWriter(spec.target, state, writer_of_trial(spec.trial.trial), link.wrote)
         with retrying_refusals(), closing(link):
-            ended = run_attempt(spec, AttemptRequest(search_epoch=state.epoch), link, writer, run_log())
+            request = AttemptRequest(search_epoch=state.epoch)
+            ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(writer)
     return ended.experiment, ended.outcome
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, ArtifactIndex, newest_index
 from prefect_tune.core.errors import Superseded
@@ -16,10 +17,8 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, open_journal
 from tests.fakes.artifacts import REMOTE, Bucket, BucketTarget, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import MemoryStore

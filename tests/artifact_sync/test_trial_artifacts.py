@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync import trial_artifacts
 from prefect_tune.artifact_sync.syncer import Syncer
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
-from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt import trial_artifacts
+from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.supervisor.trial_spec import TrialSpec
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
 
 TRIAL = TrialKey(experiment="e", trial="t")

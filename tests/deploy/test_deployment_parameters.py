@@ -13,11 +13,11 @@ from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 from prefect.utilities.schema_tools.validation import validate
 
 import prefect_tune as pt
+from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.deploy.deployment_parameters import checked
 from prefect_tune.executors.remote_link import TrialParameters, request_as_parameters, request_from
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.forms import form_of
-from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.searches.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"

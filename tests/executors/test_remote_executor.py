@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import pytest
 
+from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.journal_events.experiment_events import Finished
@@ -21,10 +23,8 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
+from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.stores.posix_store import PosixStore
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
-from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import FarSearch, nothing
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.attempt.search_link import Answer
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
@@ -25,7 +26,6 @@ from prefect_tune.executors import remote_link
 from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.monitoring import live_status
 from prefect_tune.stores.posix_store import PosixStore
-from prefect_tune.supervisor.search_link import Answer
 from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", trial="00000")

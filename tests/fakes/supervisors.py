@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from tests.fakes.trial_processes import Family, messages_of, start_of, supervised_process, until
 from tests.trainables.processes.forked import daemonizes
 from tests.trainables.witness import acts_of

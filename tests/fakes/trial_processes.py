@@ -16,13 +16,13 @@ from uuid import uuid4
 
 import pytest
 
+from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
-from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
@@ -19,11 +20,17 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    Writer,
+    current_owner,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.search_limits import SearchLimits
-from prefect_tune.supervisor.journal_writer import JournalWriter, Writer, current_owner, new_write_id
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stopping import Outside

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.attempt.processes.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
+from tests.attempt.processes.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
 from tests.integrations.examples import Example
-from tests.supervisor.processes.modules import module, ours, recorder, trains  # noqa: F401 - fixtures
-from tests.supervisor.processes.pools import one_pool, pool, whole_family  # noqa: F401 - fixtures
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import Reuse, import_path
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import Reuse, import_path
+from tests.attempt.processes.modules import Module, Trains, different
 from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
-from tests.supervisor.processes.modules import Module, Trains, different
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")

@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.stoppers import MaxSteps, TimeBudget, TrialBudget
@@ -41,7 +42,6 @@ from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventBuilder, EventContext, EventEmitter, budgets_of, emitting_events
 from prefect_tune.prefect_api.artifacts import PrefectEvent, asset_of
-from prefect_tune.supervisor.search_link import StepReported
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")
 PLACE = ExperimentAddress("s3://bucket/runs", "first")

@@ -27,6 +27,7 @@ from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_tune as pt
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
@@ -40,7 +41,6 @@ from prefect_tune.monitoring.live_report import (
 )
 from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
@@ -29,7 +30,6 @@ from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import live_status
 from prefect_tune.monitoring.live_status import LiveStatusObserver
-from prefect_tune.supervisor.search_link import StepReported
 
 AT = "2026-11-23T01:00:00+00:00"
 HERE, ELSEWHERE = (Owner(name="o", host=host, pid=1) for host in ("here", "elsewhere"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.journal_events.experiment_events import (
@@ -34,7 +35,6 @@ from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.progress_view import head_facts, line
 from prefect_tune.terminal.time_left import SearchEstimate

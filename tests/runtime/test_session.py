@@ -17,7 +17,7 @@ import pytest
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StateSaved, StepDone, ToTrial
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StepDone, ToTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.session import TrialSession, snapshot
 from prefect_tune.runtime.trainable import Trainable, TrialOver
@@ -47,7 +47,7 @@ class Supervisor:
 
     def send(self, message: FromTrial) -> None:
         match message:
-            case StateSaved(report=report) | StepDone(report=report, checkpoint=str()):
+            case StepDone(report=report, checkpoint=str()):
                 self.steps = self.saved = report.step
                 self._waiting.append(CheckpointSaved(step=report.step))
             case StepDone(report=report):

@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.journal_events.experiment_events import Cause
@@ -26,7 +27,6 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     StartReceived,
-    StateSaved,
     StepDone,
     StopAndSave,
     ToTrial,
@@ -38,7 +38,6 @@ from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.processes.trial_process import train
 from prefect_tune.runtime.trainable import TrialOver, save_last_step
-from prefect_tune.supervisor.trial_spec import pickled_or_path
 from tests.fakes.trial_processes import start_of
 
 Config = Mapping[str, object]
@@ -88,7 +87,7 @@ def _receive(near: Connection, received: list[FromTrial]) -> None:
         if isinstance(message, StartReceived):
             continue
         received.append(message)
-        if isinstance(received[-1], StepDone | StateSaved) and received[-1].checkpoint:
+        if isinstance(received[-1], StepDone) and received[-1].checkpoint:
             near.send_bytes(CheckpointSaved(step=received[-1].report.step).model_dump_json().encode())
 
 
@@ -273,8 +272,9 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
     trained: Callable[..., Sequence[FromTrial]],
 ) -> None:
     said = trained(_reports_steps, cadence=Cadence(every_steps=2))
-    saved = [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint]
-    states = [each.report.step for each in said if isinstance(each, StateSaved)]
+    checkpoints = [each for each in said if isinstance(each, StepDone) and each.checkpoint]
+    saved = [each.report.step for each in checkpoints if not each.is_reported]
+    states = [each.report.step for each in checkpoints if each.is_reported]
     assert (saved, states, said[-1]) == ([2, 4], [5], TrialEnded(reason="the trainable returned", returned=True))
 
 

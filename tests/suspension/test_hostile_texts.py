@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefect_tune.attempt import outcomes
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
@@ -22,12 +23,10 @@ from prefect_tune.maintenance.runner import DamagedCheckpoint, MaintenanceReport
 from prefect_tune.suspension import suspend_loop
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.suspend_loop import asked_in_terminal
-from prefect_tune.tasks import attempt_states
-from prefect_tune.tasks import attempt_supervisor as outcomes
 from prefect_tune.tuner import run_search, run_training
 from tests.fakes.untrusted import HOSTILE, require_visible
 
-trial_attempt = importlib.import_module("prefect_tune.tasks.trial_attempt")
+trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
 
 _MARKUP = "![x](http://theirs) <img src=x>"
 _ASKED = Questioned(
@@ -116,7 +115,7 @@ def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(capl
 def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failed = outcomes.Failed(Cause.USER, f"ValueError: {HOSTILE}\n{HOSTILE}", at_start=False)
     spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", trial="t"))
-    attempt_states.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
+    outcomes.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
     ends: tuple[outcomes.Outcome, ...] = (
         outcomes.Done(HOSTILE, returned=True, left=False),
@@ -124,7 +123,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
         outcomes.Yielded(HOSTILE),
         failed,
     )
-    for shown in (logged, *(str(attempt_states.state_of(each, "t").message) for each in ends)):
+    for shown in (logged, *(str(outcomes.state_of(each, "t").message) for each in ends)):
         require_visible(shown)
         assert "\\u202e" in shown
 

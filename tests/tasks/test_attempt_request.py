@@ -15,6 +15,10 @@ from typing import cast
 import pytest
 from prefect.logging import disable_run_logger
 
+from prefect_tune.attempt.attempt import Attempt, AttemptResult, next_start
+from prefect_tune.attempt.outcomes import Done, Yielded
+from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import StoreUnavailable, Superseded
@@ -43,16 +47,18 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.supervisor.journal_writer import JournalWriter, new_write_id
-from prefect_tune.supervisor.search_link import SearchLink
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.attempt_supervisor import Done, Yielded
-from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
-from prefect_tune.tasks.trial_attempt import AttemptResult, next_start
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    experiment_id,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
+from prefect_tune.tasks.checkpoints import save_checkpoint
+from tests.attempt.direct_tasks import DirectTasks
 
-module = importlib.import_module("prefect_tune.tasks.trial_attempt")
-experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
+journal_access = importlib.import_module("prefect_tune.journal_access")
 transient = importlib.import_module("prefect_tune.storage_retries")
 
 TRIAL, SOURCE = "00000", "00001"
@@ -76,10 +82,12 @@ class CommitHarness:
         stop = threading.Event()
         self.link = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
 
+    def attempt(self, request: AttemptRequest) -> Attempt:
+        return Attempt(self.plan, request, self.link, DirectTasks(self.plan), logging.getLogger("tests"))
+
     def given(self, request: AttemptRequest) -> JournalWriter:
         """Process a request up to the start of its attempt."""
-        journal_writer: JournalWriter = module._own_journal(self.plan, request, self.link)
-        return journal_writer
+        return cast("JournalWriter", self.attempt(request)._own_journal())
 
     def begun(self, request: AttemptRequest) -> JournalWriter:
         journal_writer = self.given(request)
@@ -89,8 +97,7 @@ class CommitHarness:
         return journal_writer
 
     def run(self, request: AttemptRequest) -> AttemptResult:
-        result: AttemptResult = module._attempt(self.plan, request, self.link, logging.getLogger("tests"))
-        return result
+        return self.attempt(request).run()
 
     def saves(self, journal_writer: JournalWriter, *steps: int) -> None:
         for step in steps:
@@ -137,9 +144,7 @@ class CommitHarness:
 
 
 @pytest.fixture
-def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommitHarness]:
-    monkeypatch.setattr(module, "clone_checkpoint", clone_checkpoint.fn)
-    monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
+def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     with disable_run_logger():
         yield CommitHarness(LocalTarget(path=str(tmp_path / "target")))
 
@@ -194,7 +199,7 @@ def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before
     harness.given(attempt_request(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     request = attempt_request(2, exploit=EXPLOIT)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_exploit", dies)
+        patch.setattr(Attempt, "_exploit", dies)
         with pytest.raises(StoreUnavailable):
             harness.given(request)
     assert harness.begun(request).experiment.trial(TRIAL).step == 2
@@ -228,7 +233,7 @@ def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_o
 def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is_written(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    adopt, tries = experiment_state.adopt, iter([StoreUnavailable("a moment")])
+    adopt, tries = journal_access.adopt, iter([StoreUnavailable("a moment")])
 
     def breaks_off(*arguments: object, **more: object) -> Sequence[Event]:
         for error in tries:
@@ -247,7 +252,7 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
         received[state.number] = tuple(events)
 
     harness.link = cast("SearchLink", SimpleNamespace(stop=harness.link.stop, wrote=receive))
-    monkeypatch.setattr(experiment_state, "adopt", breaks_off)
+    monkeypatch.setattr(journal_access, "adopt", breaks_off)
     monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
     assert isinstance(harness.given(request), AttemptResult if ends else JournalWriter)
     assert harness.count(Requeued) == 0
@@ -333,14 +338,11 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 # -------------------------------------------------------------------------------------------- a single training
 
 
-def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
-    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(harness: CommitHarness) -> None:
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
     began.append(Finished(trial=TRIAL, reason="enough"))
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
     state = open_journal(harness.target, JournalKey(experiment="e"), opening)
-    monkeypatch.setattr(module, "write_entry", write_directly)
     harness.plan = replace(harness.plan, apart=False)
     result = harness.run(AttemptRequest(search_epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)

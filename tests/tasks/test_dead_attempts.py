@@ -26,9 +26,9 @@ from prefect.types import DateTime
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.journal_access import attempts_of, settle_dead_attempts
 from prefect_tune.prefect_api import task_runs
-from prefect_tune.tasks.experiment_state import attempts_of, settle_dead_attempts
-from prefect_tune.tasks.trial_attempt import run_trial
+from prefect_tune.tasks.trials import run_trial
 from tests.flows.driver import until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
 
 import pytest
 
+from prefect_tune.attempt.attempt import Attempt
+from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
@@ -13,16 +19,9 @@ from prefect_tune.core.journal_events.experiment_events import Adopted, Event, O
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks.experiment_state import (
-    Opening,
-    check_target,
-    open_journal,
-    restore_experiment_state,
-    write_entry,
-)
-from prefect_tune.tasks.trial_attempt import _restore_newest
+from prefect_tune.journal_access import JournalWriter, Opening, open_journal
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 
 ME = Owner(name="me", host="here", pid=1)
@@ -169,9 +168,10 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
 
     state = _with_quarantined(bucket, losing)
     journal_writer = JournalWriter(plan.target, state, write_entry, lambda _events, _state: None)
+    attempt = Attempt(plan, AttemptRequest(), cast("SearchLink", None), DirectTasks(plan), logging.getLogger("tests"))
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):
-            _restore_newest(plan, journal_writer, None, None)
+            attempt._restore_newest(journal_writer, Path())
     else:
-        assert _restore_newest(plan, journal_writer, None, None) is None
+        assert attempt._restore_newest(journal_writer, Path()) is None
         assert journal_writer.experiment == state

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.attempt import commit_worker as module
+from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events.experiment_events import Cause, Committed, Quarantined
-from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks import commit_worker as module
-from prefect_tune.tasks.commit_worker import CommitWorker
-from tests.tasks.test_commit_worker import (
+from tests.attempt.test_commit_worker import (
     TRIAL,
     CommitHarness,
     FaultyTarget,
     damaged,
     ended,
-    run_tasks_as_functions,
     until,
 )
 
@@ -30,9 +29,8 @@ EVERY = 3
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CommitHarness, CommitWorker]]:
+def training(tmp_path: Path) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     """An attempt with two checkpoints that share a file whose blob has rotted."""
-    run_tasks_as_functions(monkeypatch)
     target = FaultyTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
     harness = CommitHarness(

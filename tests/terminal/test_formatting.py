@@ -76,6 +76,13 @@ def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], sho
         ),
         (f"BadMetric: loss: found nan\nTraceback (most recent call last):\n  {OURS}\n", "BadMetric: loss: found nan"),
         ("failure 3 of the trainable (max_failures=2): ValueError: no", "ValueError: no"),
+        (
+            (
+                "the process ended by SIGSEGV\nlast output:\nCurrent thread 0x1 (most recent call first):\n"
+                f'  {FRAME} in train\n  File "/x/main.py", line 2 in <module>\n  File "<frozen runpy>", line 8 in run'
+            ),
+            "the process ended by SIGSEGV (train.py:9)",
+        ),
         ("its process was killed", "its process was killed"),
         ("the last output:" + "\n" * 300_000, "the last output:"),  # in linear time
     ],
@@ -84,6 +91,7 @@ def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], sho
         "raised in this package",
         "raised in this package only",
         "after retries",
+        "of a signal",
         "without a traceback",
         "blank lines",
     ],

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Decided, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.tuner.search_checks import ExplorationCheck
 
 SAID = "trial b has exploited trial a, with another value of lr, and reports the same loss as that trial"

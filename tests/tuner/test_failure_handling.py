@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from prefect_tune.attempt.attempt import next_start
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
@@ -21,7 +22,6 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.tasks.trial_attempt import next_start
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.stopping import Stopping
 from tests.fakes.searches.limits import limits_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.executors.trial_executor import Message
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from tests.flows.simulated_search import SimulatedSearch, StoppableExecutor
 
 _AT_ONCE = 8

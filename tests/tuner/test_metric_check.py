@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import (
@@ -21,7 +22,6 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.tuner.search_checks import MetricCheck
 
 LOG = logging.getLogger("a flow run")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
@@ -16,10 +17,15 @@ from prefect_tune.core.journal_events.experiment_events import Adopted, Opened, 
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    current_owner,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
 from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.driver import TrialJournalMerger
 from prefect_tune.tuner.pending_entry import PendingEntry
 from tests.fakes.searches.pending_entries import random_policy

@@ -205,7 +205,7 @@ def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial], pa
 
 def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
-    from prefect_tune.supervisor.journal_writer import new_write_id
+    from prefect_tune.journal_access import new_write_id
 
     key = _aside(state, trials, step)
     with transfer_pool() as transfers:
@@ -329,7 +329,7 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
         for known in trials:
             key = trial_key(state, known)
             if deletes:
-                from prefect_tune.supervisor.journal_writer import new_write_id
+                from prefect_tune.journal_access import new_write_id
 
                 yield collect_from(store, key, new_write_id(), side_by_side=transfers, known=known)
             else:

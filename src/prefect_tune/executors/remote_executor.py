@@ -14,6 +14,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.journal.journal import next_entry
@@ -25,10 +27,9 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
+from prefect_tune.journal_access import experiment_id
+from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import experiment_id, on_target
 
 # Read the newest reports of attempts on other machines in the background: a slow target does not delay the search.
 

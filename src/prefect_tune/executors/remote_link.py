@@ -13,6 +13,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
+from prefect_tune.attempt.search_link import Answer, AnsweringLink, StepReported
+from prefect_tune.attempt.trial_spec import AttemptRequest, Reuse, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
@@ -25,11 +30,6 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.monitoring.live_status import LiveStatusObserver
-from prefect_tune.supervisor.processes.process_channel import TrialChannel
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool, worker_pool
-from prefect_tune.supervisor.search_link import Answer, AnsweringLink, StepReported
-from prefect_tune.supervisor.trial_spec import AttemptRequest, Reuse, TrialSpec
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
 

@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeAlias
 from prefect import Task
 from prefect.client.schemas.objects import State
 
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.trial_attempt import run_trial
+from prefect_tune.tasks.trials import run_trial
 
 _PATIENCE = timedelta(seconds=0.5)
 # Time that a supervisor needs after its trial's grace period, to write a last journal entry.

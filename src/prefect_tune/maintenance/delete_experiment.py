@@ -18,9 +18,9 @@ from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.recovery import is_deletion
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, no_experiment
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.journal_access import current_owner, new_write_id
+from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.tasks.experiment_state import on_target
 from prefect_tune.terminal.formatting import freshness_of
 
 __all__ = ["ExperimentContents", "contents_of", "delete_experiment"]

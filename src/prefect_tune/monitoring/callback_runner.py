@@ -15,6 +15,8 @@ from typing import Any
 
 from prefect.logging import get_logger
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
@@ -40,13 +42,11 @@ from prefect_tune.core.notifications.callback_delivery import (
     newest_state,
 )
 from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import StepReported
 
 _TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)

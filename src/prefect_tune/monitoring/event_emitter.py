@@ -22,6 +22,8 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper, TimeBudget, TrialBudget, of_experiment
@@ -61,8 +63,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.artifacts import PrefectEvent
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 # Build Prefect events from changes of an experiment, with a rate limit on the events of trials.
 

@@ -23,6 +23,8 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
+from prefect_tune.attempt import search_link
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
@@ -39,8 +41,6 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor import search_link
-from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal.formatting import format_duration
 from prefect_tune.terminal.progress_state import share_of_search, share_of_trial
 from prefect_tune.terminal.time_left import SearchEstimate

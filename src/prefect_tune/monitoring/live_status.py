@@ -11,6 +11,7 @@ from contextvars import copy_context
 from datetime import timedelta
 from typing import Self
 
+from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
@@ -30,9 +31,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, delete_live_status, write_live_status
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 _REQUEST = timedelta(seconds=30)
 _FIRST = timedelta(seconds=1)

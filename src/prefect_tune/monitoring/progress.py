@@ -11,6 +11,8 @@ from datetime import UTC, datetime, timedelta
 
 from rich.console import RenderableType
 
+from prefect_tune.attempt import search_link
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html
@@ -19,8 +21,6 @@ from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here
 from prefect_tune.notebook.html import progress_html
-from prefect_tune.supervisor import search_link
-from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, live_display
 from prefect_tune.terminal.progress_state import ProgressTracker

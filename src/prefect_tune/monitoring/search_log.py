@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
@@ -28,8 +30,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey, below
 from prefect_tune.core.texts import visible
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.progress_view import config_cells
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events.experiment_events import Event
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import LatestReport, StepReported
 
 
 class SearchObserver:

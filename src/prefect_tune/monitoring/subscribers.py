@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
@@ -21,8 +23,6 @@ from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.storage_retries import skip_prefect_introspection
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.time_left import SearchEstimate
 

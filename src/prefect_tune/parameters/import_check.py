@@ -12,6 +12,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.processes.process_output import Log, WaitLog
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import import_path, pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Never
@@ -19,10 +23,6 @@ from prefect_tune.core.messages.process_messages import Broke, Start, TrialEnded
 from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.runtime.trainable import CALLED_WITH
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.supervisor.processes.process_channel import TrialChannel
-from prefect_tune.supervisor.processes.process_output import Log, WaitLog
-from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import import_path, pickled_or_path
 
 _CHECK = f"{require_loadable.__module__}:{require_loadable.__name__}"
 _PATIENCE = timedelta(seconds=0.5)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import canonical_json, metric_in, plural
+from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.parameters.argument_checks import name_of
-from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.parameters.search_plan import Resuming, SearchPlan, only_in_code
 
 # Whether a trainable's source has changed since its experiment last trained, and what a resume does about that.
 
@@ -238,3 +241,36 @@ def say_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
 def _space_in(settings: Mapping[str, object]) -> bytes | None:
     """Return the space in canonical JSON, for comparison; None if the journal cannot store the space."""
     return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
+
+
+# Whether the experiment exists or not, as the run requires.
+
+
+def require_presence(
+    target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None
+) -> LoadedJournal | None:
+    """Check, before anything is written, that the experiment exists or not, as `asked`.
+
+    Returns `known`, or the journal if it had to be read; None if neither.
+
+    Raises:
+        ResumeFailed: it has to exist and does not, or cannot be read. Nothing was started.
+        InvalidInput: it must not exist, and does; or 'local' was asked, and the target is not a `LocalTarget`.
+    """
+    if asked.local and not isinstance(target, LocalTarget):
+        raise InvalidInput(
+            f"resume='local': an experiment is stored on its target only, {target.uri}: there is no "
+            "copy on this machine that could be newer or older. Use 'must', or a target on this machine"
+        )
+    if asked.presence == "auto":
+        return known
+    known = known or read_known(target, experiment)
+    found = known.experiment
+    if asked.presence == "must" and not found.number:
+        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
+    if asked.presence == "never" and found.number:
+        raise InvalidInput(
+            f"experiment {experiment!r} at {target.uri} exists already, with {len(found.trials)} trials, but "
+            "resume='never' (or False) requires a new one: use another name; no experiment is ever overwritten"
+        )
+    return known

@@ -9,7 +9,9 @@ from typing import Any
 
 from prefect.logging import get_run_logger
 
-from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in
@@ -23,8 +25,6 @@ from prefect_tune.core.search.space import valid_space
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 from prefect_tune.registry import BUILT_IN
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.trial_spec import TrialSpec
 
 # `samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs.
 

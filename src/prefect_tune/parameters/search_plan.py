@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from prefect_tune.attempt.trial_spec import Reuse, TrialSpec, pickled_or_path
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
@@ -38,7 +39,6 @@ from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
 from prefect_tune.runtime.load_named import import_path_of, load_named
 from prefect_tune.runtime.trainable import require_saves
-from prefect_tune.supervisor.trial_spec import Reuse, TrialSpec, pickled_or_path
 
 # `ValidatedParameters`: the base class of the parameters of a flow or task, which are parsed and validated at once.
 

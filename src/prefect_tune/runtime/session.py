@@ -27,7 +27,6 @@ from prefect_tune.core.messages.process_messages import (
     MilestoneReached,
     Question,
     Start,
-    StateSaved,
     StepDone,
     StopAndSave,
     TrainableLoaded,
@@ -379,7 +378,7 @@ class TrialSession:
         """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
         self._wait_for_upload()
         moved = how == "moved"
-        handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking, over=over)
+        handed = StepDone(report=report, checkpoint=str(directory), moved=moved, asks=self._asking, over=over)
         self._send(handed)
         self._uploading = report.step
         if not (moved and self._start.overlap):
@@ -388,7 +387,7 @@ class TrialSession:
     def hand_over_state(self, report: StepReport, directory: Path) -> None:
         """Send the state after a step that was reported already, and wait for its commit."""
         self._wait_for_upload()
-        self._send(StateSaved(report=report, checkpoint=str(directory)))
+        self._send(StepDone(report=report, checkpoint=str(directory), moved=True, is_reported=True))
         self._uploading = report.step
         self._wait_for_upload()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
@@ -13,14 +14,13 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.journal_access import new_write_id, read_known
 from prefect_tune.parameters import search_limits
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import call_path
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.resume_forms import (
     InputForm,
     form_of_search,
@@ -33,7 +33,6 @@ from prefect_tune.suspension.resume_forms import (
 )
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, Turn, first_turn
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
-from prefect_tune.tasks.experiment_state import read_known
 
 
 def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:

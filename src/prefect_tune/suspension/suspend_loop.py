@@ -13,6 +13,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from prefect_tune.attempt.cancel_and_suspend import send_log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
@@ -23,11 +24,10 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
 from prefect_tune.core.journal_events.trial_events import Scalar, answer_to, default_of
 from prefect_tune.core.texts import visible
+from prefect_tune.journal_access import new_write_id, read_experiment, read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
-from prefect_tune.supervisor.cancel_and_suspend import send_log
-from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import (
     HOW_TO_GO_ON,
@@ -42,7 +42,7 @@ from prefect_tune.suspension.resume_forms import (
     new_answers,
     pause_with,
 )
-from prefect_tune.tasks.experiment_state import read_experiment, read_known, restore_experiment_state
+from prefect_tune.tasks.experiment_state import restore_experiment_state
 
 # Ask a trial's question in the terminal of the script that started the search.
 

@@ -125,6 +125,9 @@ def _range(steps: Sequence[int]) -> str:
     return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
 
 
+_DUMP = "(most recent call first)"  # of faulthandler, at a signal
+
+
 def error_of(reason: str) -> str:
     """Return the error of a trial in one line, with the last line of code outside this package, if there is one.
 
@@ -132,9 +135,10 @@ def error_of(reason: str) -> str:
     """
     error = error_in(reason)
     frames = [(PurePath(path), line) for path, line in _FRAME.findall(reason)]
-    if not (users := [each for each in frames if _PACKAGE not in each[0].parts]):
+    users = [each for each in frames if _PACKAGE not in each[0].parts and not each[0].name.startswith("<")]
+    if not users:
         return error
-    path, line = users[-1]
+    path, line = users[0 if _DUMP in reason else -1]
     return f"{error} ({path.name}:{line})"
 
 

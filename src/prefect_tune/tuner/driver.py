@@ -9,6 +9,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
+from prefect_tune.attempt.attempt import last_report
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
@@ -39,15 +43,11 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     have_ended,
 )
+from prefect_tune.journal_access import JournalWriter, Opening, current_owner, new_write_id, open_journal
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, on_target, open_journal
-from prefect_tune.tasks.trial_attempt import last_report
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import assert_never
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import (
@@ -23,8 +25,6 @@ from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.search_limits import SearchLimits
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import EntryWritten, LatestReport, StepReported
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stopping import Stopping
 

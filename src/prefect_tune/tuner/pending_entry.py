@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)

@@ -10,6 +10,10 @@ from datetime import timedelta
 
 from prefect.logging import get_run_logger
 
+from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput, SearchFailed
@@ -29,6 +33,7 @@ from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, attempts_on
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
+from prefect_tune.journal_access import JournalWriter, read_known, write_directly
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.callback_runner import callbacks_for
 from prefect_tune.monitoring.event_emitter import EventContext, budgets_of, this_run
@@ -42,6 +47,7 @@ from prefect_tune.parameters.resume_compatibility import (
     CODE_UNUSED,
     KEEPS_CONFIGURATIONS,
     require_code,
+    require_presence,
     require_same,
     say_code,
     say_errored,
@@ -62,15 +68,10 @@ from prefect_tune.prefect_api.flow_runs import call_path, failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals
-from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.continuation import SEARCH_QUESTION, first_search_turn
 from prefect_tune.suspension.resume_forms import unjournaled
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
-from prefect_tune.tasks.experiment_state import check_target, read_known, require_presence, write_directly
-from prefect_tune.tasks.trial_attempt import has_had_enough
+from prefect_tune.tasks.experiment_state import check_target
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
 from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
 from prefect_tune.trust import signed_settings

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper
@@ -23,6 +26,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
+from prefect_tune.journal_access import JournalWriter, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
@@ -37,14 +41,10 @@ from prefect_tune.parameters.search_limits import SearchLimits, require_possible
 from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
-from prefect_tune.supervisor.cancel_and_suspend import interruptible
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, code_changed, follow_up
 from prefect_tune.suspension.resume_forms import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
-from prefect_tune.tasks.experiment_state import check_target, read_known, write_entry
-from prefect_tune.tasks.trial_attempt import has_had_enough
+from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
@@ -26,8 +28,6 @@ from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.texts import did_you_mean, nearest
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.supervisor.search_link import StepReported
 
 _CERTAIN = 2
 """The number of trials without a metric that are no exception any more."""

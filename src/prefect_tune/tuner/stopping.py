@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal, Self, TypeVar
 
+from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import BadMetric, InvalidInput, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
@@ -38,11 +39,10 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey, no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import TrialExecutor
+from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.search_limits import SearchLimits
+from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.supervisor.processes.process_output import Log
-from prefect_tune.tasks.experiment_state import on_target
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from prefect_tune.attempt.attempt import last_report
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
@@ -13,10 +14,9 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
 from prefect_tune.core.models import canonical_json, valid_name
+from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.supervisor.journal_writer import JournalWriter
-from prefect_tune.tasks.experiment_state import no_experiment_at, on_target, read_known
-from prefect_tune.tasks.trial_attempt import last_report
+from prefect_tune.storage_retries import on_target
 
 _TIMEOUT = timedelta(minutes=5)
 

@@ -52,7 +52,7 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
     "said",
     [
         TrainableLoaded(pid=7, code="abc"),
-        StepDone(report=REPORT, checkpoint="/staging/3", handed_over=True),
+        StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
         StepDone(report=REPORT),
         TrialEnded(reason="enough", returned=True),
         TrialEnded(reason="asked to", interrupted=True),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
@@ -24,9 +25,14 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.executors.remote_link import StoreLink
-from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    current_owner,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
 
 _REQUEST = timedelta(seconds=9)
 

@@ -18,10 +18,16 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.remote_executor import RemoteExecutor
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    current_owner,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.search_limits import SearchLimits
-from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy

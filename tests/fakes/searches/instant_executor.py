@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
+from prefect_tune.attempt.search_link import EntryWritten, StepReported
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
@@ -23,8 +25,6 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.trial_executor import AttemptExited, Message
-from prefect_tune.supervisor.search_link import EntryWritten, StepReported
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
 
 class InstantExecutor:

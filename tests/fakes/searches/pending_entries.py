@@ -12,8 +12,8 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
-from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 

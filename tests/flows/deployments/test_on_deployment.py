@@ -17,11 +17,11 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
 from prefect.states import Completed, Crashed, Pending, Running, Scheduled
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.executors.remote_link import StoreLink
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from tests.fakes.searches.far_attempts import plan_at
 
 

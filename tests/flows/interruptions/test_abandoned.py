@@ -17,8 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import Event, Finished, 
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.simulated_search import NAME, SimulatedSearch
 from tests.flows.training import experiment_at

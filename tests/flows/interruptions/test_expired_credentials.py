@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import save_checkpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
-from prefect_tune.tasks.trial_attempt import run_trial
+from prefect_tune.tasks.trials import run_trial
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -17,10 +17,10 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Described
+from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.search_limits import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.flow_runs import call_path
-from prefect_tune.tasks.experiment_state import read_known
 from tests.fakes.searches.experiments import after
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS

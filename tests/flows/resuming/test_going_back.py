@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from prefect.exceptions import Pause
 
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.journal_writer import new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up
 from prefect_tune.suspension.resume_forms import HOW_TO_GO_ON, form_of_training, last_form
 from prefect_tune.suspension.suspend_loop import Turn, first_turn
-from prefect_tune.tasks.experiment_state import restore_experiment_state, write_directly
+from prefect_tune.tasks.experiment_state import restore_experiment_state
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun
 from tests.flows.training import experiment_at, flip, own_blobs

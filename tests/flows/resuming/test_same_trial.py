@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.attempt.attempt import has_had_enough
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap, nothing_yet
@@ -15,8 +17,6 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.argument_checks import name_of
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.tasks.trial_attempt import has_had_enough
 from tests.fakes.searches.experiments import write_experiment
 from tests.flows.training import trial_at
 

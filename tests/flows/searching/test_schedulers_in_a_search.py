@@ -5,6 +5,7 @@ from __future__ import annotations
 import optuna
 import pytest
 
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -28,9 +29,7 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
-from prefect_tune.supervisor.journal_writer import current_owner, new_write_id
-from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal, write_directly
 from tests.fakes.searches.limits import limits_of
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import journal_access
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.tasks import experiment_state
 from prefect_tune.tasks.public import checkpoints, ownership
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import write
@@ -105,4 +105,4 @@ class _TaskRun(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def _no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server knows these flow runs: skip setting their task runs to Crashed."""
-    monkeypatch.setattr(experiment_state, "settle_dead_attempts", lambda *_: None)
+    monkeypatch.setattr(journal_access, "settle_dead_attempts", lambda *_: None)

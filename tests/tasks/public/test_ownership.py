@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.attempt.commit_worker import commit_entry
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
@@ -16,8 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.tasks.commit_worker import commit_entry
-from prefect_tune.tasks.experiment_state import read_undamaged
+from prefect_tune.journal_access import read_undamaged
 from prefect_tune.tasks.public import checkpoints, ownership, trials
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_search

@@ -28,7 +28,6 @@ __all__ = [
     "Question",
     "Start",
     "StartReceived",
-    "StateSaved",
     "StepDone",
     "StopAndSave",
     "Surroundings",
@@ -174,8 +173,10 @@ class StepDone(Value):
     type: Literal["step-done"] = "step-done"
     report: StepReport
     checkpoint: PathName | None = None
-    handed_over: bool = False
+    moved: bool = False
     """Whether the supervisor owns the directory now, and removes it after the commit."""
+    is_reported: bool = False
+    """Whether the step was reported before: only its checkpoint is new."""
     asks: bool = False
     """Whether the trial waits for an answer whether to continue."""
     over: Message = ""
@@ -187,14 +188,6 @@ class MilestoneReached(Value):
 
     type: Literal["asked"] = "asked"
     report: StepReport
-
-
-class StateSaved(Value):
-    """The state after a step that was reported before, to be committed; the supervisor owns the directory."""
-
-    type: Literal["state-saved"] = "state-saved"
-    report: StepReport
-    checkpoint: PathName
 
 
 class Question(Value):
@@ -232,7 +225,7 @@ class Broke(Value):
 
 
 _ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | GoOn | Leave
-_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke
+_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | TrialEnded | Broke
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)

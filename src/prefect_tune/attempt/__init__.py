@@ -1,0 +1,1 @@
+"""One attempt of a trial, above its processes: its request, journal, supervisor, commits and end."""

@@ -1,0 +1,424 @@
+"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+from prefect_tune.attempt.attempt_tasks import AttemptTasks, SavedCheckpoint
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.trial_artifacts import TrialArtifacts
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.checkpoints.commit import Reverification
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    InvalidInput,
+    SaveOvertaken,
+    StagedFilesChanged,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+    TuneError,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
+from prefect_tune.core.journal_events.experiment_events import (
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Quarantined,
+    Reported,
+    Retired,
+)
+from prefect_tune.core.messages.process_messages import StepDone
+from prefect_tune.core.models import Stamp, StepReport, flat, plural, shown_size
+from prefect_tune.core.operations.checkpoint_gc import leftover
+from prefect_tune.core.recovery import checkpoints_with
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
+from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.storage_retries import on_target
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.formatting import format_value
+
+# The journal entry of a saved checkpoint: the commit, what it retires, and earlier checkpoints that share damage.
+
+_LOOK = timedelta(minutes=2)
+_METRICS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEntry:
+    """The events of a commit, and the checkpoints that may be deleted once they are journaled."""
+
+    committed: Committed
+    quarantined: Sequence[Quarantined]
+    """Earlier checkpoints that refer to blobs which the save found damaged."""
+    retired: Sequence[CheckpointKey]
+
+    @property
+    def events(self) -> Sequence[Committed | Quarantined]:
+        """The events, in order."""
+        return (self.committed, *self.quarantined)
+
+
+def about_checkpoint(
+    folder: TrialKey, experiment: Experiment, report: StepReport, reports: Sequence[StepReport], stamp: Stamp
+) -> About:
+    """Return the metadata of the checkpoint of `report`'s step; `reports` are those that are not journaled yet."""
+    trial = experiment.trial(folder.trial)
+    return About(
+        attempt=trial.attempt,
+        epoch=experiment.epoch,
+        write_id=stamp.write_id,
+        created_at=stamp.at,
+        parent=parent.name if (parent := newest_key(folder, trial)) else None,
+        metrics=report.metrics,
+        trained_seconds=report.trained_seconds,
+        fingerprint=trial.fingerprint,
+        reports=tuple(reports),
+    )
+
+
+def commit_entry(  # noqa: PLR0913, PLR0917 - where, the state before, what was saved and how, none follows from another
+    target: StorageTarget,
+    experiment: Experiment,
+    saved: SavedCheckpoint,
+    report: StepReport,
+    policy: Retention,
+    upload_seconds: float,
+    log: Log,
+) -> CommitEntry:
+    """Return what the journal records when `saved` becomes a checkpoint of its trial, which keeps those of `policy`.
+
+    If the save found damaged blobs, this reads the manifests of the trial's other checkpoints; if that fails, a
+    warning says so, since the new checkpoint is whole.
+    """
+    key, trial = saved.key, experiment.trial(saved.key.trial.trial)
+    new = CheckpointRef(
+        step=key.step,
+        sequence=key.sequence,
+        metrics=report.metrics,
+        trained_seconds=report.trained_seconds,
+        size_bytes=saved.size_bytes,
+    )
+    live = (*trial.checkpoints, new)
+    aside = retired_aside(trial.aside, live, policy)
+    going = (*retired(live, policy), *(each.sequence for each in aside))
+    committed = Committed(
+        trial=trial.trial,
+        checkpoint=new,
+        retires=going,
+        sent_bytes=saved.sent_bytes,
+        upload_seconds=round(upload_seconds, 3),
+    )
+    stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in going]
+    known = {each.sequence: each for each in (*live, *aside)}
+    doomed = [key.trial.checkpoint_key(known[sequence]) for sequence in going]
+    return CommitEntry(committed, _sharing_damage(target, saved, stay, log), doomed)
+
+
+def _sharing_damage(
+    target: StorageTarget, saved: SavedCheckpoint, live: Sequence[CheckpointKey], log: Log
+) -> Sequence[Quarantined]:
+    """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
+    if not saved.damaged:
+        return []
+
+    def look(store: ObjectStore) -> Mapping[CheckpointKey, str]:
+        with transfer_pool() as transfers:
+            return checkpoints_with(store, live, saved.damaged, side_by_side=transfers)
+
+    try:
+        found = on_target(target, look)
+    except TuneError as error:  # the new checkpoint is whole, and is committed
+        log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
+        return []
+    trial = saved.key.trial.trial
+    return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+
+
+def log_damage(saved: SavedCheckpoint, quarantined: Sequence[Quarantined], log: Log) -> None:
+    """Log the damaged blobs that the save found; call it once the entry of the commit is written."""
+    if saved.damaged:
+        log.error(
+            "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are quarantined: %s",
+            saved.key.step,
+            plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
+            len(quarantined),
+            "; ".join(saved.damaged.values()),
+        )
+
+
+def log_commit(saved: SavedCheckpoint, metrics: Mapping[str, object], log: Log, unlogged: int = 0) -> None:
+    """Log a committed checkpoint with its first metrics and its size, and how many commits before it have no line."""
+    new = "" if saved.sent_bytes >= saved.size_bytes else f", {shown_size(saved.sent_bytes)} of it new"
+    named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_METRICS])
+    others = f"; {plural(unlogged, 'other', 'others')} since the last line" if unlogged else ""
+    log.info("step %d committed%s: %s%s%s", saved.key.step, visible(named), shown_size(saved.size_bytes), new, others)
+
+
+def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:
+    """Return what an earlier owner retired and did not delete; nothing, with a warning, if the target fails now."""
+    try:
+        with target.open(timeout=_LOOK) as store:
+            return leftover(store, folder, experiment.trial(folder.trial), experiment.settled_from)
+    except TuneError as error:
+        log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
+        return ()
+
+
+def delete_retired(delete: Callable[[], object], log: Log) -> None:
+    """Delete retired checkpoints. A failure only costs space: the next attempt deletes them, from the journal.
+
+    Raises:
+        Superseded: the experiment is being deleted, or was deleted.
+    """
+    try:
+        delete()
+    except Superseded:
+        raise
+    except TuneError as error:
+        log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
+
+
+_LOG_PERIOD = timedelta(seconds=10)
+# Errors of a trial's checkpoint directory: the trainable caused them.
+USERS_FAULT = (InvalidInput, StagedFilesChanged)
+
+
+class CommitWorker:
+    """Saves the checkpoints and journals the reports of one attempt.
+
+    The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
+    of the task that created the worker, so that Prefect shows its task runs under that task. At the end of a `with`
+    block, the thread ends after the queued work, whether or not `close` was called.
+    """
+
+    def __init__(
+        self, spec: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, tasks: AttemptTasks, log: Log
+    ) -> None:
+        self._spec = spec
+        self._tasks = tasks
+        self._journal_writer = journal_writer
+        self._artifacts = artifacts
+        self._log = log
+        self._waiting: list[StepReport] = []
+        self._unsettled: tuple[Sequence[Event], Stamp] | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._synced_at = time.monotonic()
+        self._ending: Sequence[Event] = ()
+        self._commit_count = 0
+        self._logged_at: float | None = None
+        self._unlogged = 0
+        self.code = ""
+        """The digest of the trainable's source; empty until the trial has sent it."""
+        self.asks_at: int | None = None
+        """The step at which the trial waits for an answer to its journaled report."""
+        self.error: BaseException | None = None
+        """The error that ended the worker thread; nothing is written after it."""
+        self._work.put(self._delete_leftovers)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment after the last entry that was written. Read it after `close`."""
+        return self._journal_writer.experiment
+
+    def note(self, report: StepReport) -> None:
+        """Queue a report; it is journaled with the next commit, or after `sync_period`."""
+        self._waiting.append(report)
+
+    def save(self, done: StepDone, committed: Callable[[int], None]) -> None:
+        """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step."""
+        self._work.put(lambda: self._save(done, Path(done.checkpoint or ""), committed))
+
+    def flush(self) -> None:
+        """Queue a journal entry of the reports so far: the search reads them there, and answers."""
+        self._work.put(self._sync)
+
+    def end(self, events: Sequence[Event]) -> None:
+        """Queue the last entry: the remaining reports, then `events`.
+
+        It is not written if a committed checkpoint has finished the trial already.
+        """
+        self._ending = events
+        self._work.put(self._write_end)
+
+    def close(self) -> None:
+        """Sync the artifacts a last time, after the trial has stopped writing them, and wait for the worker thread.
+
+        A checkpoint with invalid content does not raise here: it is a failure of the trial, recorded by its end.
+
+        Raises:
+            TuneError: the target failed, or another process owns the journal; the attempt's end is journaled if
+                that is still possible.
+        """
+        self._work.put(self._artifacts.close)
+        self._work.put(None)
+        self._thread.join()
+        error = self.error
+        if error is not None and not isinstance(error, Superseded):
+            self._end_all_the_same()
+        self._artifacts.settle()
+        if error is not None and not isinstance(error, USERS_FAULT):
+            raise error
+
+    def _end_all_the_same(self) -> None:
+        """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
+        try:
+            with suppress(SaveOvertaken):  # a save that was not acknowledged to the trial
+                self._settle()
+            self._write_end()
+        except TuneError as error:
+            self._log.error("the attempt's end could not be journaled: %s", error)
+
+    def _write_end(self) -> None:
+        if self._trial.phase is Phase.RUNNING:
+            self._write(self._ending)
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                work()
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
+            self.error = error
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return the next queued work; a sync of the reports if none arrives within `sync_period`."""
+        elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
+        try:
+            return self._work.get(timeout=max(0.0, (self._spec.sync.sync_period - elapsed).total_seconds()))
+        except queue.Empty:
+            return self._sync
+
+    @property
+    def _trial(self) -> Trial:
+        return self.experiment.trial(self._spec.trial.trial)
+
+    def _sync(self) -> None:
+        """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
+        self._synced_at = time.monotonic()
+        if self._waiting or self._unsettled:
+            try:
+                self._write(())
+            except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+                self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
+        self._artifacts.after_report()
+
+    def _save(self, done: StepDone, directory: Path, committed: Callable[[int], None]) -> None:
+        saved, doomed = self._committed(done, directory)
+        committed(done.report.step)
+        self._log_commit(saved, done.report.metrics)
+        self._artifacts.after_commit()
+        if done.moved:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._delete(doomed)
+
+    def _log_commit(self, saved: SavedCheckpoint, metrics: Mapping[str, object]) -> None:
+        """Log the first commit, and then one in ten seconds: a trainable may save at each of many short steps."""
+        now = time.monotonic()
+        if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
+            self._unlogged += 1
+            return
+        log_commit(saved, metrics, self._log, self._unlogged)
+        self._logged_at, self._unlogged = now, 0
+
+    def _committed(self, done: StepDone, directory: Path) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
+        """Save the checkpoint, again each time an external writer quarantines one meanwhile.
+
+        Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
+        """
+        overtaken: list[CheckpointKey] = []
+        while True:
+            began = time.monotonic()
+            saved = self._saved(done.report, directory)
+            try:
+                doomed = self._commit(saved, done, time.monotonic() - began)
+            except SaveOvertaken as error:
+                self._log.warning("%s", error)
+                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+                self._write([Retired(trial=self._spec.trial.trial, retires=())], up_to=0)
+                overtaken.append(saved.key)
+            else:
+                return saved, [*overtaken, *doomed]
+
+    def _saved(self, report: StepReport, directory: Path) -> SavedCheckpoint:
+        key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=self.experiment.number)
+        about = self._about(report, self._reports(report.step))
+        reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
+        return self._tasks.save(key, directory, about, self._trial, reverification)
+
+    def _commit(self, saved: SavedCheckpoint, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
+        """Write the commit's entry, and return the checkpoints that it retires."""
+        trial, report, policy = self._spec.trial.trial, done.report, self._spec.retention
+        entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self._log)
+        ends = [Finished(trial=trial, reason=done.over, returned=False)] if done.over else []
+        self._write((*entry.events, *ends), up_to=saved.key.step)
+        self._commit_count += 1
+        log_damage(saved, entry.quarantined, self._log)
+        return entry.retired
+
+    def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
+        """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
+        self._settle()
+        reports = self._reports(up_to)
+        del self._waiting[: len(reports)]  # the attempt's thread only appends
+        entry = [*(self._reported(report) for report in reports), *events]
+        if entry:
+            self._unsettled = (entry, new_write_id())
+            self._settle()
+        self._synced_at = time.monotonic()
+
+    def _settle(self) -> None:
+        """Write the pending entry. If its outcome is unknown, the same entry with the same stamp is written again."""
+        if self._unsettled is not None:
+            entry, stamp = self._unsettled
+            try:
+                self._journal_writer.write(entry, stamp)
+            except SaveOvertaken:
+                self._unsettled = None  # it can never be written; its reports are queued again
+                self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
+                raise
+            self._unsettled = None
+
+    def _reported(self, report: StepReport) -> Reported:
+        return Reported(trial=self._spec.trial.trial, report=report, asks=report.step == self.asks_at)
+
+    def _reports(self, up_to: int | None) -> Sequence[StepReport]:
+        return [report for report in self._waiting if up_to is None or report.step <= up_to]
+
+    def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
+        about = about_checkpoint(self._spec.trial, self.experiment, report, reports, new_write_id())
+        code = {"code": self.code} if self.code else {}
+        return about.model_copy(update={"fingerprint": {**about.fingerprint, **code}})
+
+    def _delete_leftovers(self) -> None:
+        """Delete what an earlier owner retired and did not delete."""
+        self._delete(find_doomed(self._spec.target, self._spec.trial, self.experiment, self._log))
+
+    def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
+        """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
+        if doomed:
+            delete_retired(lambda: self._tasks.delete(self._trial, doomed), self._log)

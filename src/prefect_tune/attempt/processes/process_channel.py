@@ -1,0 +1,249 @@
+"""Start a trial's process, exchange messages with it, and end it: the supervisor's side of `process_messages`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from prefect_tune.attempt.processes.process_output import Log, TrialOutput
+from prefect_tune.core.messages.process_messages import FromTrial, Start, StartReceived, ToTrial, from_trial
+from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
+
+# The environment variables of a trial's process; all that sets or selects them is here, but for those of a slot.
+
+# Libraries read these variables once: when they are imported, or when they first compute.
+READ_ONCE = (
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "HABANA_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "HIP_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VISIBLE_CORES",
+    "OMP_NUM_THREADS",
+    "ONEAPI_DEVICE_SELECTOR",
+    "OPENBLAS_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+# The interpreter and the C library read these at start, so a fork has the values of its fork server.
+_READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
+
+
+def added_to_this(added: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables of this process, with `added` in addition to them or replacing them."""
+    return {**os.environ, **added}
+
+
+def fixed_by_this() -> Mapping[str, str]:
+    """Return the variables of this process that libraries read once: processes with other values serve other trials."""
+    return {name: os.environ[name] for name in READ_ONCE if name in os.environ}
+
+
+def read_at_start(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return those that an interpreter reads at its start."""
+    return {name: value for name, value in variables.items() if name.startswith(_READ_AT_START)}
+
+
+def of_interpreter(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with which an interpreter starts: what it prints is read line by line."""
+    return {**variables, "PYTHONUNBUFFERED": "1"}
+
+
+def of_trial(variables: Mapping[str, str], temporary: str | Path) -> Mapping[str, str]:
+    """Return all variables of a trial; its temporary files are removed with that directory, however it ends."""
+    return {**of_interpreter(variables), "TMPDIR": str(temporary)}
+
+
+AS_IT_IS: Mapping[str, str] = MappingProxyType({})
+"""No variables besides this process's own."""
+_GOODBYE = timedelta(seconds=5)
+
+
+class _Body(Protocol):
+    """The process, or the thread of this process, that trains."""
+
+    def is_alive(self) -> bool: ...
+
+    def end(self) -> str:
+        """End it now, and return a description of how it ended."""
+        ...
+
+
+class TrialChannel:
+    """The connection to a running attempt. Call `receive` from one thread, `tell` from any."""
+
+    def __init__(self, connection: Connection, body: _Body) -> None:
+        self._connection = connection
+        self._reader = _reader_of(connection)
+        self._body = body
+        self._sending = threading.Lock()
+        self.has_begun = False
+        """Whether the process has begun the attempt: what it does then is the trainable's, its import included."""
+
+    def go_over_to(self, connection: Connection, body: _Body) -> None:
+        """Switch to another process."""
+        with self._sending:
+            self._connection, self._reader, self._body = connection, _reader_of(connection), body
+            self.has_begun = False
+
+    def tell(self, message: ToTrial) -> None:
+        """Send a message; if the trial is gone the message is dropped, and `receive` raises."""
+        with self._sending, suppress(OSError):  # the trial is gone, or the channel was just closed
+            self._connection.send_bytes(message.model_dump_json().encode())
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        """Return the next message; None if none arrives within `patience`.
+
+        Raises:
+            EOFError: the trial is gone, and all its messages have been received.
+            MalformedMessage: its process, or a child of it, wrote invalid bytes; nothing more can be read.
+        """
+        try:
+            message = self._reader.read(patience)
+            if message is None and not self._body.is_alive():
+                # A child of the trial may hold the socket open: then only the process's death shows that it is gone.
+                message = self._reader.read(timedelta(0))
+                if message is None:
+                    raise EOFError("the trial is gone")
+        except OSError as gone:  # it was killed in the middle of a message
+            raise EOFError("the trial is gone") from gone
+        except MalformedMessage as error:
+            raise MalformedMessage(
+                f"the channel of the trial's process: {error}. Only that process and its children can write there: "
+                "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
+            ) from None
+        if isinstance(message, StartReceived):
+            self.has_begun = True
+            return TrialChannel.receive(self, patience)
+        return message
+
+    def end(self) -> str:
+        """End the trial and its descendants; return a description of how it ended."""
+        return self._body.end()
+
+
+def _reader_of(connection: Connection) -> MessageReader[FromTrial | StartReceived]:
+    return MessageReader(connection, from_trial, limit_bytes=FROM_TRIAL_BYTES)
+
+
+@contextmanager
+def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train in a child process with its own session. Leaving the block kills all processes left in that session.
+
+    For systems other than Linux, which have no child subreapers: descendants in other sessions survive, also if this
+    process is killed. On Linux `TrialProcessPool.process` is used.
+
+    Args:
+        environment: variables of this trial, added to this process's environment or replacing them.
+    """
+    Path(start.temporary).mkdir(exist_ok=True)
+    ours, theirs = socket.socketpair()
+    lifeline, hold = os.pipe()  # the child is killed when `hold` is closed, also by this process's death
+    descriptors = theirs.fileno(), lifeline
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.processes.trial_process"]
+    with ours, os.fdopen(hold, "wb"):
+        with theirs, os.fdopen(lifeline, "rb"):
+            child = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=of_trial(added_to_this(environment), start.temporary),
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+        body = _Process(child, log)
+        body.start()
+        with Connection(ours.detach()) as connection:
+            channel = TrialChannel(connection, body)
+            try:
+                channel.tell(start)
+                yield channel
+            finally:
+                body.end()
+
+
+@contextmanager
+def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
+    """Train in a thread of this process, for notebooks and debuggers. The thread cannot be ended from outside."""
+    from prefect_tune.runtime.processes.trial_process import train
+
+    ours, theirs = socket.socketpair()
+    inside = Connection(theirs.detach())
+
+    def run() -> None:
+        with inside:
+            train(inside, whole_process=False)
+
+    thread = threading.Thread(target=run, name=f"trial-{start.trial}", daemon=True)
+    with Connection(ours.detach()) as connection:
+        channel = TrialChannel(connection, _Thread(thread))
+        thread.start()  # first: a long start message is written only as fast as the thread reads it
+        channel.tell(start)
+        yield channel
+
+
+class _Thread:
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> str:
+        self._thread.join(_GOODBYE.total_seconds())
+        return "its thread still runs: a thread cannot be ended" if self.is_alive() else "its thread ended"
+
+
+class _Process:
+    """A child process whose output is logged line by line."""
+
+    def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
+        self._child = child
+        self._output = TrialOutput(log)
+        self._became = ""
+
+    def start(self) -> None:
+        if self._child.stdout is not None:
+            with self._child.stdout:
+                self._output.start(self._child.stdout.fileno())
+
+    def is_alive(self) -> bool:
+        return self._child.poll() is None
+
+    def end(self) -> str:
+        """Give the process 0.2 s to exit by itself, then kill its whole group."""
+        if not self._became:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(0.2)
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._became = became(self._child.wait(), self._output.stop())
+        return self._became
+
+
+def became(code: int, last_words: str) -> str:
+    """Describe how a process ended, from its exit code (negative: a signal's number) and its last output."""
+    how = f"ended by {_name_of_signal(-code)}" if code < 0 else f"exited with code {code}"
+    return f"{how}\nlast output:\n{last_words}" if last_words else how
+
+
+def _name_of_signal(number: int) -> str:
+    """Return a signal's name; real-time signals have none, so they are shown by number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -1,0 +1,424 @@
+"""Imports once per search: trials are forked from a process that has imported their trainable, if that is safe."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import Reuse
+from prefect_tune.core.messages.process_messages import Broke, TrainableLoaded
+from tests.attempt.processes.modules import QUIET, Module, Trains, different
+from tests.fakes.trial_processes import (
+    Family,
+    LogRecorder,
+    log_to,
+    messages_of,
+    nothing_left,
+    until,
+)
+
+pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
+
+# ------------------------------------------------------------------------------------------------------ forked
+
+
+def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
+    found = trains(5)
+    assert [each["x"] for each in found] == [0, 1, 2, 3, 4]
+    assert (len(module.imports), different(found)) == (1, 5)
+    assert module.imports[0] not in {each["pid"] for each in found}
+    assert recorder.reasons == []
+
+
+def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
+    found = trains(3, "never")
+    assert module.imports == [each["pid"] for each in found]
+
+
+def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, recorder: LogRecorder) -> None:
+    module.write(QUIET + "\nimport sys; print('hello'); print('beware', file=sys.stderr)")
+    trains(3)
+    assert sorted(recorder.reasons) == ["beware", "hello"]
+
+
+def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
+    module.write("""
+        import numpy, sklearn.linear_model
+        numpy.ones((500, 500)) @ numpy.ones((500, 500))
+        def measured(config): return {'sum': float((numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum())}
+    """)
+    found = trains(4)
+    assert (len(module.imports), different(found), {each["sum"] for each in found}) == (1, 4, {500.0**3})
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_what_the_import_sets_is_set_in_each_trial(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import random, numpy
+        os.environ["SET_BY_IMPORT"] = "yes"
+        os.environ.pop("HOME", None)
+        os.chdir({str(tmp_path)!r})
+        random.seed(7)
+        numpy.random.random()  # draws, and does not seed
+        def measured(config):
+            found = {{"set": os.environ.get("SET_BY_IMPORT"), "home": os.environ.get("HOME"), "here": os.getcwd(),
+                     "drawn": random.random(), "numpy": numpy.random.random()}}
+            os.environ["SET_BY_IMPORT"] = "changed"
+            return found
+    """)
+    found = trains(3, reuse)
+    assert {(each["set"], each["home"], each["here"]) for each in found} == {("yes", None, str(tmp_path))}
+    assert {each["drawn"] for each in found} == {random.Random(7).random()}
+    assert different(found, "numpy") == 3
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_a_folder_that_the_import_puts_first_on_the_path_stays_first(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    vendored = tmp_path / "vendored"
+    vendored.mkdir()
+    for folder in (tmp_path, vendored):
+        (folder / f"{module.name}_part.py").write_text(f"found = {folder.name!r}")
+    module.write(f"""
+        import importlib, sys
+        sys.path.insert(0, {str(vendored)!r})
+        def measured(config):
+            sys.modules.pop("{module.name}_part", None)
+            return {{"found": importlib.import_module("{module.name}_part").found}}
+    """)
+    assert [each["found"] for each in trains(2, reuse)] == ["vendored"] * 2
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_the_import_may_replace_the_finders_of_modules(trains: Trains, module: Module, reuse: Reuse) -> None:
+    module.write("import sys\nsys.meta_path[:] = sys.meta_path[1:]\n" + QUIET)
+    assert [each["x"] for each in trains(2, reuse)] == [0, 1]
+
+
+def test_a_child_that_the_import_forks_does_not_answer_for_it(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
+    module.write("if os.fork() == 0:\n    raise SystemExit(0)\nos.wait()\n" + QUIET)
+    assert different(trains(2)) == 2
+    assert recorder.reasons == []
+
+
+def test_what_a_handler_prints_at_each_fork_does_not_stop_the_forks(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
+    module.write("os.register_at_fork(after_in_parent=lambda: os.write(2, b'x' * 30_000 + b'\\n'))\n" + QUIET)
+    assert (different(trains(8)), len(module.imports)) == (8, 1)
+    assert set(recorder.reasons) == {"x" * 30_000}
+
+
+def test_what_the_import_draws_differs_from_search_to_search(trains: Trains, module: Module) -> None:
+    module.write("""
+        import random, numpy
+        run = random.getrandbits(40), float(numpy.random.random()), float(numpy.random.rand(70_000).sum())
+        def measured(config): return {"run": str(run), "drawn": random.random(), "numpy": numpy.random.random()}
+    """)
+    first, second = trains(2), trains(2)
+    assert (different(first, "run"), different([*first, *second], "run")) == (1, 2)
+    assert (different([*first, *second], "drawn"), different([*first, *second], "numpy")) == (4, 4)
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_a_module_sets_variables_before_it_imports_what_reads_them(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy/__init__.py").write_text("import os\nfound = os.environ.get('READ_ONCE')")
+    (tmp_path / "numpy/random.py").write_text("def seed(number=None): pass\nraise ImportError('wrong ABI')")
+    module.write("""
+        os.environ["READ_ONCE"] = "1"
+        import numpy
+        def measured(config): return {"found": numpy.found}
+    """)
+    assert [each["found"] for each in trains(2, reuse)] == ["1", "1"]
+
+
+def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
+    before = trains(2)
+    module.write("def measured(config): return {'x': 'changed'}")
+    after = trains(2)
+    assert ([each["x"] for each in before], [each["x"] for each in after]) == ([0, 1], ["changed"] * 2)
+    assert len(module.imports) == 2
+
+
+def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
+    module: Module, recorder: LogRecorder
+) -> None:
+    codes = []
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
+        for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
+            module.write(body)
+            with pool.process(module.start(), log_to(recorder)) as channel:
+                codes += [each.code for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
+    assert codes[0]
+    assert codes == codes[:1] * 2
+
+
+# ------------------------------------------------------------------------------------ unsafe forks, and the reason
+
+REASONS = {
+    "its import started threads that still run: Thread-1 (wait)": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    """,
+    "its import started processes that still run:": """
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """,
+    "its import started processes that still run: ": """
+        import subprocess
+        subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 &"], check=True)
+    """,
+    "its import made temporary files, which forks would share: model": """
+        import tempfile
+        open(tempfile.gettempdir() + "/model", "w").close()
+    """,
+    "its import installed handlers of signals: SIGCHLD": """
+        import signal
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    """,
+    "its import left open: /dev/full": """
+        left = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(left, 1)
+        os.close(left)
+    """,
+    "its import left open: socket:": """
+        import socket
+        left = socket.socket()
+    """,
+    "its import left open: /proc/": """
+        left = open("/proc/self/status")
+    """,
+    "its import left open: /dev/null": """
+        left = open(os.devnull, "w")
+    """,
+    "its import left open: shared memory": """
+        import multiprocessing
+        left = multiprocessing.Lock()
+        left.acquire()
+    """,
+    "its import set a timer": """
+        import signal
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+    """,
+    "its import left open: a GPU": """
+        import sys, unittest.mock
+        sys.modules["torch"] = torch = unittest.mock.MagicMock()
+        torch.cuda.is_initialized.return_value = True
+    """,
+    "its import installed handlers of signals: SIGUSR1": """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+    """,
+    "a fork of it started threads that still run: Thread-": """
+        import threading
+        lock = threading.Lock()
+        def hold():
+            with lock:
+                threading.Event().wait()
+        os.register_at_fork(after_in_child=lambda: threading.Thread(target=hold, daemon=True).start())
+    """,
+    "a fork of it started threads that still run: second": """
+        import threading
+        forks = []
+        def start():
+            forks.append(1)
+            if len(forks) == 2:
+                threading.Thread(target=threading.Event().wait, daemon=True, name="second").start()
+        os.register_at_fork(after_in_child=start)
+    """,
+    "a fork of it left open: /dev/null": """
+        os.register_at_fork(after_in_child=lambda: os.open(os.devnull, os.O_WRONLY))
+    """,
+    "started processes that still run: ": """
+        import subprocess
+        os.register_at_fork(after_in_child=lambda: subprocess.Popen(["sleep", "600"]))
+    """,
+    "a fork of it installed handlers of signals: SIGUSR2": """
+        import signal
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR2, lambda *_: None))
+    """,
+    "it imports JAX, which cannot be forked": """
+        import sys, types
+        sys.modules["jax"] = types.ModuleType("jax")
+    """,
+}
+
+
+@pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
+def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
+    trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
+) -> None:
+    module.write(dedent(body) + QUIET)
+    found = trains(3)
+    (reason,) = recorder.reasons
+    assert why in reason
+    assert "each trial imports it" in reason
+    assert [each["x"] for each in found] == [0, 1, 2]
+    assert module.imports[1:] == [each["pid"] for each in found]
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_threads_that_the_import_has_started_report_for_each_trial(
+    trains: Trains, module: Module, reuse: Reuse
+) -> None:
+    module.write("""
+        import concurrent.futures
+        import prefect_tune as pt
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        threads.submit(int).result()
+        def measured(config):
+            threads.submit(pt.report, {'from': 'a thread'}).result()
+            return {'x': config['x']}
+    """)
+    assert [each["from"] for each in trains(2, reuse)] == ["a thread"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("RuntimeError('no licence')", "RuntimeError: no licence"), (f"ValueError({'あ' * 900!r})", "ValueError: ああ")],
+    ids=["short", "longer than the message to the supervisor"],
+)
+def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_fork(
+    module: Module, recorder: LogRecorder, error: str, said: str
+) -> None:
+    module.write(f"raise {error}")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        (broke,) = messages_of(channel)
+    assert isinstance(broke, Broke)
+    assert f"cannot be imported: {said}" in broke.message
+    assert f"cannot be imported: {said}" in recorder.reasons[0]
+
+
+def test_what_the_import_started_has_ended_when_a_trial_imports_again(trains: Trains, module: Module) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = """
+        import socket, subprocess, sys
+        listens = "import socket; s = socket.create_server(('127.0.0.1', PORT)); print(flush=True); s.accept()"
+        server = subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE)
+        assert server.stdout.readline()
+        def measured(config): return {"x": config["x"]}
+    """
+    module.write(body.replace("PORT", str(port)))
+    assert [each["x"] for each in trains(2)] == [0, 1]
+
+
+def test_a_program_that_the_import_starts_can_be_terminated(trains: Trains, module: Module) -> None:
+    module.write("import subprocess\np = subprocess.Popen(['sleep', '600'])\np.terminate()\np.wait()\n" + QUIET)
+    assert (len(trains(2)), len(module.imports)) == (2, 1)
+
+
+def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
+    module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(recorder))
+        until(lambda: module.imports, what=lambda: "an import")
+
+
+def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
+    module.write("os._exit(3)")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        assert messages_of(channel) == []
+        assert channel.end() == "exited with code 3"
+    assert "its import ended the process" in recorder.reasons[0]
+
+
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: Module, recorder: LogRecorder) -> None:
+    module.write("import time; time.sleep(600)")
+    stop = threading.Event()
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(recorder))
+        until(lambda: module.imports, what=lambda: "an import")
+        stop.set()
+        with pool.process(module.start(), log_to(recorder), stop=stop) as channel:
+            until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
+            assert channel.receive(timedelta(seconds=0.1)) is None
+
+
+def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:
+    module.write("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)")
+    code = dedent(f"""
+        import logging, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+        pool = TrialProcessPool(slots=1, reuse="auto")
+        pool.prepare("{module.name}:train", logging.getLogger())
+        time.sleep(600)
+    """)
+    supervisor = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code])
+    until(lambda: module.imports, seconds=60, what=lambda: "an import")
+    os.kill(supervisor, signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    ours.require_none()
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import atexit, multiprocessing.util, time
+        def note(what):
+            time.sleep(0.5)  # longer than a process without handlers takes to exit
+            with open({str(tmp_path / "exits")!r}, "a") as file:
+                file.write(f"{{what}} {{os.getpid()}}\\n")
+        atexit.register(note, "module")
+        def measured(config):
+            atexit.register(note, "trial")
+            return {{"x": config["x"]}}
+    """)
+    pids = [each["pid"] for each in trains(2, reuse)]
+    noted = sorted((tmp_path / "exits").read_text().splitlines())
+    imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
+    assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
+
+
+def test_what_an_import_removes_at_exit_is_there_for_every_forked_trial(trains: Trains, module: Module) -> None:
+    module.write("""
+        import atexit, shutil, tempfile
+        from pathlib import Path
+        folder = tempfile.mkdtemp(prefix="matplotlib-")
+        atexit.register(shutil.rmtree, folder)
+        other = tempfile.TemporaryDirectory(prefix="matplotlib-")
+        def measured(config):
+            own = tempfile.TemporaryDirectory()
+            return {"there": Path(folder).exists() and Path(other.name).exists()}
+    """)
+    assert [each["there"] for each in trains(3)] == [True] * 3
+
+
+def test_a_handler_of_atexit_that_hangs_and_a_child_that_is_left_end_with_the_trial(
+    trains: Trains, module: Module, recorder: LogRecorder
+) -> None:
+    module.write("""
+        import atexit, multiprocessing, time
+        def measured(config):
+            if config["x"] < 2:
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+            if config["x"] in (1, 2):  # the last process is kept, and ends with the pool
+                atexit.register(time.sleep, 600)
+            return {"x": config["x"]}
+    """)
+    assert [each["x"] for each in trains(3)] == [0, 1, 2]
+    cut = [each for each in recorder.reasons if "had not exited 5 s after its end, and was killed: handlers" in each]
+    assert len(cut) == 2

@@ -1,0 +1,410 @@
+"""Processes that are kept for the next trial of a class with `reset_config`, and what passes from one to the next."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import Reuse
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    CheckpointSaved,
+    Leave,
+    StepDone,
+    StopAndSave,
+    TrainableLoaded,
+    TrialEnded,
+)
+from tests.attempt.processes.modules import Module
+from tests.fakes.trial_processes import (
+    Family,
+    LogRecorder,
+    family,
+    log_to,
+    messages_of,
+    metrics_of,
+    nothing_left,
+    open_descriptors,
+    start_of,
+    until,
+)
+from tests.trainables.processes.forked import AnotherKind, Resettable
+from tests.trainables.witness import acts_of
+
+LOG = log_to(LogRecorder())
+NOTHING: Mapping[str, str] = {}
+SLOTS = 2
+
+
+@pytest.fixture
+def ours(whole_family: Family) -> Family:
+    """All processes that these tests have started."""
+    return whole_family
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Path:
+    return tmp_path / "witness"
+
+
+Trained = Callable[..., Mapping[str, Any]]
+
+
+@pytest.fixture
+def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
+    """Train a step of a trial; return its metrics."""
+
+    def train(
+        x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
+    ) -> Mapping[str, Any]:
+        start = start_of(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
+        with pool.process(start, LOG, environment) as channel:
+            metrics = metrics_of(channel)
+            channel.end()
+        return metrics
+
+    return train
+
+
+def acts(witness: Path) -> list[str]:
+    return [f"{each.act} {each.step}" for each in acts_of(witness)]
+
+
+# ----------------------------------------------------------------------------------- processes that are reused
+
+
+def test_a_trainable_that_can_be_reset_serves_the_next_trial_as_the_same_object(
+    trained: Trained, witness: Path
+) -> None:
+    first, second, third = trained(1), trained(2), trained(3)
+    assert (first["pid"], first["object"]) == (second["pid"], second["object"]) == (third["pid"], third["object"])
+    assert [each["x"] for each in (first, second, third)] == [1, 2, 3]
+    assert acts(witness) == ["setup 1", "reset 2", "reset 3"]
+
+
+def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    first = trained(1)
+    (tmp_path / "count").write_text("7")
+    start = start_of(
+        Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored=str(tmp_path), from_step=7
+    )
+    with pool.process(start, LOG) as channel:
+        found = metrics_of(channel)
+    assert (found["pid"], found["count"]) == (first["pid"], 8)
+    assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
+
+
+def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    first = trained(1)
+    last = {"step": 1, "metrics": {"done": True}}
+    with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
+        (ended,) = messages_of(channel)
+    assert isinstance(ended, TrialEnded)
+    assert ended.reason == "the trainable reported that it is done"
+    assert trained(2)["object"] == first["object"]
+    assert acts(witness) == ["setup 1", "reset 2"]
+
+
+def test_a_trainable_that_declines_cleans_up_and_the_trial_begins_in_a_new_process(
+    trained: Trained, witness: Path
+) -> None:
+    first, second = trained(1), trained(2, declines=True)
+    assert first["pid"] != second["pid"]
+    assert acts(witness) == ["setup 1", "cleanup 1", "setup 2"]
+    assert trained(3)["pid"] == second["pid"]
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed", "is interrupted", "is given up"])
+def test_a_process_whose_trial_did_not_end_well_serves_no_other(
+    pool: TrialProcessPool, ours: Family, trained: Trained, tmp_path: Path, witness: Path, how: str
+) -> None:
+    before = trained(1)["pid"]
+    config = {
+        "raises": {"raises": True},
+        "is killed": {"signals": signal.SIGKILL},
+        "is interrupted": {},
+        "is given up": {"gate": "/none"},
+    }[how]
+    start = start_of(Resettable, tmp_path, {"x": 2, "witness": str(witness), **config}, cadence=Cadence(every_steps=1))
+    with pool.process(start, LOG) as channel:
+        if how == "is interrupted":
+            channel.tell(StopAndSave())
+            until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+            channel.tell(CheckpointSaved(step=1))
+        if how == "is given up":
+            until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
+        else:
+            last = messages_of(channel)[-1]
+            assert isinstance(last, {"is interrupted": TrialEnded, "is killed": TrainableLoaded}.get(how, Broke))
+        served = set(ours.pids("trial"))
+        channel.end()
+    assert served.isdisjoint(ours.pids("trial"))  # the one that is forked ahead for the next trial may be there
+    assert trained(3)["pid"] != before
+    assert acts(witness).count("setup 3") == 1
+
+
+def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
+    with pool.process(start, LOG) as channel:
+        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+        channel.tell(Leave(reason="paused", save=False, for_good=False))
+        (ended,) = messages_of(channel)
+    assert isinstance(ended, TrialEnded)
+    assert (ended.paused, ended.waits) == (True, True)
+    trained(2)
+    assert acts(witness) == ["setup 1", "reset 2"]
+
+
+def test_a_waiting_process_serves_only_trials_with_the_same_trainable_and_variables(trained: Trained) -> None:
+    first = trained(1, environment={"CUDA_VISIBLE_DEVICES": "0"})["pid"]
+    second = trained(2, environment={"CUDA_VISIBLE_DEVICES": "1"})["pid"]
+    assert first != second
+    assert trained(3, environment={"CUDA_VISIBLE_DEVICES": "0"})["pid"] == first
+    assert trained(4, environment={"CUDA_VISIBLE_DEVICES": "1"})["pid"] == second
+    assert trained(5, AnotherKind)["pid"] not in (first, second)
+
+
+@pytest.mark.parametrize("alone", [trial_process, trial_in_place])
+def test_without_a_fork_server_no_process_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
+    with alone(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+        ended = messages_of(channel)[-1]
+        channel.end()
+    assert isinstance(ended, TrialEnded)
+    assert not ended.waits
+    assert acts(witness) == ["setup 1", "cleanup 1"]
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_a_worker_whose_devices_change_trains_in_another_process(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pids = []
+    for value in ("1", "1", "2"):
+        monkeypatch.setenv(name, value)
+        pids.append(trained()["pid"])
+    assert (pids[0] == pids[1], pids[1] == pids[2]) == (True, False)
+
+
+# --------------------------------------------------------------------------------------------- state that is reset
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_what_the_import_has_set_is_set_for_each_trial_of_a_kept_process(module: Module, reuse: Reuse) -> None:
+    module.write("""
+        import random
+        import prefect_tune as pt
+        os.environ["SET_BY_IMPORT"] = "yes"
+        random.seed(7)
+        class Trains(pt.Trainable):
+            def step(self):
+                found = {"pid": os.getpid(), "set": os.environ.get("SET_BY_IMPORT"), "drawn": random.random()}
+                os.environ["SET_BY_IMPORT"] = "changed"
+                return found
+            def save_checkpoint(self, checkpoint_dir): pass
+            def reset_config(self, config): return True
+    """)
+    start = module.start().model_copy(update={"trainable": f"{module.name}:Trains"})
+    found = []
+    with TrialProcessPool(slots=1, reuse=reuse) as pool:
+        for _ in range(3):
+            with pool.process(start, LOG) as channel:
+                found.append(dict(metrics_of(channel)))
+    assert found[0] == found[1] == found[2]
+    assert (found[0]["set"], found[0]["drawn"]) == ("yes", random.Random(7).random())
+
+
+def test_what_a_trial_left_in_its_process_is_not_there_for_the_next(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second, third = [trained(x, litters=True) for x in (1, 2, 3)]
+    assert first["pid"] == second["pid"] == third["pid"]
+    for found in (first, second, third):
+        assert (found["directory"], found["variable"], found["left"]) == (str(tmp_path), None, [])
+        assert found["temporary"].startswith(str(Path(first["temporary"]).parent))
+    assert not set(second["drawn"]) & set(third["drawn"])
+
+
+def test_temporary_files_live_as_long_as_their_process_which_may_use_them_yet(
+    trained: Trained,
+) -> None:
+    first, second = trained(1), trained(2)
+    assert first["temporary"] != second["temporary"]
+    assert Path(first["temporary"]).is_dir()
+    trained(3, declines=True)
+    assert not Path(first["temporary"]).exists()
+
+
+def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp_path: Path) -> None:
+    for x, act in ((1, "setup"), (2, "reset"), (3, "reset")):
+        recorder = LogRecorder()
+        with pool.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(recorder)) as channel:
+            metrics_of(channel)
+        assert recorder.reasons == [f"{act} {x}"]
+
+
+def test_a_message_to_a_trial_after_its_end_does_not_reach_the_next_one(pool: TrialProcessPool, tmp_path: Path) -> None:
+    with pool.process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
+        pid = metrics_of(first)["pid"]
+        first.tell(StopAndSave())
+    with pool.process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
+        first.tell(StopAndSave())
+        found = metrics_of(second)
+    assert (found["pid"], found["count"]) == (pid, 3)
+
+
+# ------------------------------------------------------------------------------------------- failures and kills
+
+
+@pytest.mark.parametrize("fails", ["only after an earlier one", "in each process"])
+def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
+    module: Module, recorder: LogRecorder, fails: str
+) -> None:
+    module.write(f"""
+        import prefect_tune as pt
+        trials = []
+        class Trains(pt.Trainable):
+            def setup(self, config): self.begin(config)
+            def step(self): return {{"pid": os.getpid(), "x": self.x}}
+            def save_checkpoint(self, checkpoint_dir): pass
+            def reset_config(self, config):
+                self.begin(config)
+                return True
+            def begin(self, config):
+                self.x = config["x"]
+                trials.append(self.x)
+                if self.x == 2 and ({fails!r} == "in each process" or len(trials) > 1):
+                    raise RuntimeError("only once in a process")
+    """)
+    pids = []
+    with TrialProcessPool(slots=1) as pool:
+        for x in (1, 2):
+            start = module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"})
+            with pool.process(start, log_to(recorder)) as channel:
+                said = messages_of(channel)
+                pids.append([each.report.metrics["pid"] for each in said if isinstance(each, StepDone)])
+    assert (pids[0] != pids[1], isinstance(said[-1], Broke)) == (True, fails == "in each process")
+    (line,) = recorder.reasons
+    assert line.endswith("failed before its first report (RuntimeError: only once in a process); a new one is started")
+
+
+@pytest.mark.timeout(120)
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_of_the_process_that_replaces_its_own(
+    module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    module.write(f"""
+        import time
+        import prefect_tune as pt
+        if os.path.exists({str(flag)!r}):
+            time.sleep(600)
+        class Trains(pt.Trainable):
+            def step(self): return {{"x": 1}}
+            def save_checkpoint(self, checkpoint_dir): pass
+            def reset_config(self, config): return config["x"] == 0
+    """)
+    first, second = (module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"}) for x in (0, 1))
+    stop = threading.Event()
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
+        with pool.process(first, log_to(recorder)) as channel:
+            metrics_of(channel)
+        flag.touch()
+        os.kill(ours.one("tune-template"), signal.SIGKILL)
+        stop.set()
+        with pool.process(second, log_to(recorder), stop=stop) as channel:
+            until(lambda: channel.receive(timedelta(0)) or len(module.imports) > 2, what=lambda: "its import")
+
+
+@pytest.mark.parametrize("when", ["as it waits", "as it is reset"])
+def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_attempt(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, witness: Path, trained: Trained, when: str
+) -> None:
+    first = trained(1)["pid"]
+    recorder = LogRecorder()
+    if when == "as it waits":
+        os.kill(first, signal.SIGKILL)
+        until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
+    config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
+    with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
+        found = metrics_of(channel)
+    assert (found["x"], found["pid"] != first) == (2, True)
+    said = [line for line in recorder.reasons if "kept from an earlier trial ended by SIGKILL" in line]
+    assert len(said) == (when == "as it is reset")
+
+
+def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
+) -> None:
+    trained(1)
+    config = {"x": 2, "witness": str(witness), "declines": True}
+    with pool.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
+        channel.tell(StopAndSave())
+        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+        channel.tell(CheckpointSaved(step=1))
+        last = messages_of(channel)[-1]
+    assert isinstance(last, TrialEnded)
+    assert last.interrupted
+    assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
+
+
+# -------------------------------------------------------------------------------------------- number of processes
+
+
+def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
+    gate, witness = tmp_path / "gate", tmp_path / "witness"
+
+    def train(x: int) -> None:
+        config = {"x": x, "gate": str(gate), "witness": str(witness)}
+        with pool.process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
+            metrics_of(channel)
+
+    with ThreadPoolExecutor(4) as threads:
+        trained = threads.map(train, range(4))
+        until(lambda: len(acts(witness)) == 4, what=lambda: f"four trials: {acts(witness)}")
+        gate.touch()
+        list(trained)
+    cleaned_up = [act for act in acts(witness) if act.startswith("cleanup")]
+    assert len(ours.pids("trial")) == 4 - len(cleaned_up) <= 2
+
+
+def test_waiting_processes_make_room_for_trials_of_another_kind(trained: Trained, ours: Family, witness: Path) -> None:
+    for x in range(3):
+        trained(x, environment={"SLOT": str(x)})
+    assert len(ours.pids("trial")) == 2
+    assert acts(witness) == ["setup 0", "setup 1", "cleanup 0", "setup 2"]
+
+
+def test_at_the_end_waiting_processes_clean_up_and_end(tmp_path: Path, witness: Path) -> None:
+    with family() as ours, TrialProcessPool(slots=2) as pool:
+        with pool.process(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+            temporary = metrics_of(channel)["temporary"]
+        assert len(ours.pids("trial")) == 1
+        descriptors = open_descriptors()
+    assert not ours.pids()
+    assert acts(witness) == ["setup 1", "cleanup 1"]
+    assert open_descriptors() < descriptors
+    assert not Path(temporary).exists()
+
+
+def test_100_trials_in_kept_processes_leave_neither_descriptors_nor_threads(trained: Trained) -> None:
+    trained(0)
+    with nothing_left():
+        assert len({trained(x)["pid"] for x in range(100)}) == 1

@@ -1,0 +1,203 @@
+"""The output of a process becomes log lines: all of it, in order, and none after the reader was stopped."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.attempt.processes import process_output
+from prefect_tune.attempt.processes.process_output import TrialOutput
+from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Both ends of a pipe; the fixture closes the writing end unless the test does."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> tuple[LogRecorder, TrialOutput]:
+    """Begin to log what arrives on the pipe."""
+    recorder = LogRecorder(ask)
+    output = TrialOutput(log_to(recorder))
+    output.start(pipe[0])
+    return recorder, output
+
+
+@pytest.mark.parametrize(
+    ("printed", "lines"),
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"no end", ["no end"]),
+        (b"\n\nthree\n", ["", "", "three"]),
+        (b" 10%\r 20%\r\ndone", [" 10%", " 20%", "done"]),
+        (b"\xff\xfe not text\n", ["\ufffd\ufffd not text"]),
+        ("snö".encode(), ["snö"]),
+        (b"", []),
+        (b"y" * 50_000, ["y" * 50_000]),
+        (b"y" * 65_536, ["y" * 65_536]),
+        (b"y" * 65_000 + b"\nnext", ["y" * 65_000, "next"]),
+    ],
+)
+def test_what_is_printed_before_the_stop_is_logged_line_by_line(
+    pipe: tuple[int, int], printed: bytes, lines: list[str]
+) -> None:
+    recorder, output = logged(pipe)
+    os.write(pipe[1], printed)
+    assert output.stop() == "\n".join(lines)
+    assert recorder.lines == lines
+
+
+def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
+    recorder, output = logged(pipe)
+    for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
+        os.write(pipe[1], piece)
+        until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    output.stop()
+    assert recorder.lines == ["snöw", "and more"]
+
+
+def _is_waiting(pipe: int) -> bool:
+    from multiprocessing.connection import wait
+
+    return bool(wait([pipe], 0))
+
+
+_MEBIBYTE = 1024**2
+
+
+@pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
+def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
+    recorder, output = logged(pipe)
+    tracemalloc.start()
+    for _ in range(64):
+        os.write(pipe[1], printed * (_MEBIBYTE // len(printed)))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.write(pipe[1], b"\nnext\n")
+    output.stop()
+    cut, following = recorder.lines
+    assert cut.startswith(printed.decode(errors="replace") * 65_536 + " … (the line is longer than 65,536 characters")
+    assert following == "next"
+    assert peak_bytes < 8 * _MEBIBYTE
+
+
+def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
+    _, output = logged(pipe)
+    for _ in range(20):
+        os.write(pipe[1], b"y" * 60_000 + b"\n")
+    os.write(pipe[1], b"RuntimeError: the cause\n")
+    last = output.stop()
+    assert len(last) <= 65_536
+    assert last.endswith("\nRuntimeError: the cause")
+
+
+def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    goes_on = True
+
+    def print_on() -> None:
+        while goes_on:
+            os.write(writing, b"more\n" * 100)
+
+    printing = threading.Thread(target=print_on)
+    output = TrialOutput(log_to(LogRecorder()))
+    output.start(reading)
+    printing.start()
+    stopped = threading.Thread(target=output.stop)
+    stopped.start()
+    stopped.join(4)
+    assert not stopped.is_alive()
+    goes_on = False
+    output.start(reading)  # so that a printing process never blocks
+    printing.join()
+    output.stop()
+
+
+def test_what_is_printed_after_the_stop_is_for_the_next_log(pipe: tuple[int, int]) -> None:
+    for line in ("first", "second"):
+        recorder, output = logged(pipe)
+        os.write(pipe[1], f"{line}\n".encode())
+        output.stop()
+        assert recorder.lines == [line]
+
+
+def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
+    _, output = logged(pipe)
+    os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
+    assert output.stop().split() == [str(number) for number in range(80, 100)]
+
+
+CALLER: ContextVar[str] = ContextVar("caller")
+
+
+def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: tuple[int, int]) -> None:
+    with nothing_left():
+        CALLER.set("this task")
+        recorder, output = logged(pipe, CALLER.get)
+        os.write(pipe[1], b"one\n")
+        output.stop()
+        output.stop()
+        assert recorder.answers == ["this task"]
+
+
+@pytest.fixture
+def overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files for what is not logged; after the first 1,000 lines none is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    return tmp_path
+
+
+def test_of_a_flood_the_log_gets_the_beginning_and_a_file_the_rest(pipe: tuple[int, int], overflow: Path) -> None:
+    recorder, output = logged(pipe)
+    lines = [f"line {number}" for number in range(20_000)]
+    for line in lines:
+        os.write(pipe[1], f"{line}\n".encode())
+    last = output.stop()
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
+    *begin, notice = recorder.lines
+    assert (len(begin), begin + file.read_text().splitlines()) == (1000, lines)
+    assert f"in {file}, up to 256 MiB of it" in notice
+    assert last.splitlines() == lines[-20:]
+
+
+def test_a_flood_after_its_file_was_removed_is_in_a_new_one(
+    pipe: tuple[int, int], overflow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, output = logged(pipe)
+    os.write(pipe[1], b"first\n" * 1001)
+    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
+    file.unlink()
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
+    os.write(pipe[1], b"a step\n")
+    until(lambda: recorder.lines[-1] == "a step", what=lambda: "the end of the flood")
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    os.write(pipe[1], b"again\n" * 1000)
+    output.stop()
+    (file,) = overflow.glob("prefect-tune-*/output-*.log")
+    assert set(file.read_text().splitlines()) == {"again"}
+    assert str(file) in recorder.lines[-1]
+
+
+@pytest.mark.usefixtures("overflow")
+def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, output = logged(pipe)
+    os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
+    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
+    until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
+    os.write(pipe[1], b"a step\n")
+    output.stop()
+    assert recorder.lines[-1] == "a step"

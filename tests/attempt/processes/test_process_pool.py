@@ -1,0 +1,399 @@
+"""Attempts in forked processes: their environment, how they end, and that they leave no process behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.attempt.processes import fork_client
+from prefect_tune.attempt.processes.process_channel import trial_process
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.core.messages.process_messages import Broke, StopAndSave, TrialEnded
+from tests.fakes.trial_processes import (
+    Family,
+    LogRecorder,
+    children_of,
+    family,
+    log_to,
+    messages_of,
+    metrics_of,
+    nothing_left,
+    start_of,
+    until,
+)
+from tests.trainables.processes.forked import daemonizes, dies, looks_around, prints, waits
+from tests.trainables.witness import Act, acts_of
+
+LOG = log_to(LogRecorder())
+SLOTS = 4
+
+
+@pytest.fixture
+def ours(whole_family: Family) -> Family:
+    """All processes that these tests have started."""
+    return whole_family
+
+
+def found_in(
+    pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
+) -> dict[str, Any]:
+    with pool.process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
+        return dict(metrics_of(channel))
+
+
+def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
+    return lambda: [each for each in acts_of(witness) if each.act == act]
+
+
+# ---------------------------------------------------------------------------------- the environment of a trial
+
+
+def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own(
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GONE", "before")
+    monkeypatch.setenv("TZ", "UTC")
+    names = ("GONE", "CHANGED", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
+    assert found_in(pool, tmp_path, variables=names)["environment"]["GONE"] == "'before'"
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("CHANGED", "now")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("TZ", "UTC-5")
+    monkeypatch.setitem(os.environb, b"ODD", b"\xff\xe9")
+    found = found_in(pool, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, variables=(*names, "ODD"))
+    assert found["environment"] == {
+        "GONE": "None",
+        "CHANGED": "'now'",
+        "CUDA_VISIBLE_DEVICES": "'1'",
+        "PYTHONUNBUFFERED": "'1'",
+        "ODD": r"'\udcff\udce9'",
+    }
+    assert "CUDA_VISIBLE_DEVICES=1" in found["in_a_child"]
+    assert found["hour"] == 5
+
+
+def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its_own(
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = found_in(pool, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    second = found_in(pool, tmp_path)
+    assert (first["directory"], second["directory"]) == (str(Path(__file__).parents[3]), str(tmp_path))
+    assert first["temporary"] != second["temporary"]
+    assert not Path(first["temporary"]).exists()
+
+
+def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
+
+
+def ignored_by_a_new_python() -> list[str]:
+    """Return its ignored signals as `looks_around` does: Python's own, and what this process was started with."""
+    script = "import re; print(re.findall(r'SigIgn:\\s*(\\w+)', open('/proc/self/status').read())[0])"
+    return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+
+def but_for_ctrl_c(ignored: list[str]) -> list[int]:
+    """SIGINT is ignored where the tests run in the background, until a flow in this process handles it.
+
+    Signals 32 and 33 are not compared either: glibc ignores them in children that Python 3.13 starts by `posix_spawn`.
+    """
+    return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) & ~(0b11 << 31) for mask in ignored]
+
+
+def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    found, other = found_in(pool, tmp_path), found_in(pool, tmp_path)
+    assert found["pid"] == found["session"] == found["group"] != other["pid"]
+    assert found["drawn"] != other["drawn"]
+    assert found["threads"] == 1
+    assert found["descriptors"] == 4  # the streams, and the channel
+    assert but_for_ctrl_c(found["ignored"]) == but_for_ctrl_c(ignored_by_a_new_python())
+    assert not {"prefect", "numpy", "pyarrow", "obstore", "rich", "typer"} & set(found["modules"])
+
+
+def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
+) -> None:
+    found_in(pool, tmp_path)
+    pid = ours.one("tune-forkserver")
+    found_in(pool, tmp_path)
+    assert ours.one("tune-forkserver") == pid
+    assert "Threads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
+    with family() as ours, TrialProcessPool(slots=1) as pool:
+        assert not ours.pids()
+        pool.prepare("tests.trainables.processes.forked:looks_around", LOG)
+        until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
+        found_in(pool, tmp_path)
+
+
+def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
+    with family() as ours, TrialProcessPool(slots=1) as pool:
+        seeded = [found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
+        server = ours.one("tune-forkserver")
+        assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(pool, tmp_path)["hash"]
+        assert server in ours.pids("tune-forkserver")
+        assert found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
+        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "two; a fork has their name for a moment")
+        found_in(pool, tmp_path, {"PYTHONHASHSEED": "8"})
+        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "the end of the one not used for longest")
+
+
+def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
+) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        until(began(witness), what=lambda: "the trial")
+        for pid in ours.pids():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
+        os.kill(ours.one("tune-subreaper"), signal.SIGUSR1)
+        gate.touch()
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
+
+
+# ----------------------------------------------------------------------------------------- messages and output
+
+
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-signal.SIGKILL, "ended by SIGKILL"),
+        (-signal.SIGABRT, "ended by SIGABRT"),
+        (-(signal.SIGRTMIN + 1), "ended by signal 35"),
+        ("segfault", "ended by SIGSEGV"),
+    ],
+)
+def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
+    pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
+) -> None:
+    process = pool.process if forks else trial_process
+    with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
+        messages_of(channel)
+        became = channel.end()
+        assert channel.end() == became
+    assert became.startswith(f"{said}\nlast output:\nlast words")
+    assert ("Segmentation fault" in became) == (how == "segfault")
+
+
+CALLER: ContextVar[str] = ContextVar("caller", default="unset")
+
+
+def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    def train(name: str) -> LogRecorder:
+        CALLER.set(name)
+        recorder = LogRecorder(CALLER.get)
+        with pool.process(start_of(prints, tmp_path, {"lines": 200}), log_to(recorder)) as channel:
+            messages_of(channel)
+        return recorder
+
+    names = ["one", "two", "three"]
+    with ThreadPoolExecutor(len(names)) as threads:
+        for name, recorder in zip(names, threads.map(train, names), strict=True):
+            assert recorder.reasons == [f"line {number}" for number in range(200)]
+            assert set(recorder.answers) == {name}
+
+
+def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialProcessPool, tmp_path: Path) -> None:
+    def fails(_config: object) -> None:
+        raise ValueError("shapes differ")
+
+    with pool.process(start_of(fails, tmp_path), LOG) as channel:
+        channel.tell(StopAndSave())
+        broke = messages_of(channel)[-1]
+    assert isinstance(broke, Broke)
+    assert "shapes differ" in broke.message
+
+
+# ------------------------------------------------------------------------------------------------- no leftovers
+
+
+def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    def train(number: int) -> int:
+        with room.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+            assert isinstance(messages_of(channel)[-1], TrialEnded)
+        return number
+
+    with family() as ours, TrialProcessPool(slots=16) as room:
+        train(0)
+        with nothing_left(), ThreadPoolExecutor(16) as threads:
+            assert list(threads.map(train, range(200))) == list(range(200))
+            room.dismiss()
+        alone = [ours.one("tune-forkserver")]
+        until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
+        until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
+    record_property("figure: trials in forked processes, none of them left", 200)
+
+
+def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+
+    def train(_number: int) -> int:
+        with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+            return int(metrics_of(channel)["pid"])
+
+    with ThreadPoolExecutor(64) as threads:
+        trained = threads.map(train, range(64))
+        until(lambda: len(began(witness)()) == 64, seconds=60, what=lambda: f"64 of {len(began(witness)())}")
+        gate.touch()
+        assert len(set(trained)) == 64
+
+
+def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
+) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    with pool.process(start_of(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        until(began(witness), what=lambda: "the trial")
+        started = {each.step for each in acts_of(witness) if each.act in ("child", "orphan")}
+        assert len(started & set(ours.pids())) == 3
+        channel.end()
+        assert not started & set(ours.pids())  # only the subreaper, which has reported its end, may still run
+
+
+def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    config = {"witness": str(witness), "gate": str(gate)}
+    with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+        until(began(witness), what=lambda: "the trial")
+        children = partial(children_of, ours.one("tune-subreaper"))
+        until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
+        gate.touch()
+        messages_of(channel)
+
+
+# ------------------------------------------------------------------------------------------------ kills of processes
+
+
+def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        until(began(witness), what=lambda: "the trial")
+        killed = ours.one("tune-forkserver")
+        os.kill(killed, signal.SIGKILL)
+        found = found_in(pool, tmp_path)
+        assert ours.one("tune-forkserver") != killed
+        gate.touch()
+        assert metrics_of(channel)["pid"] == began(witness)()[0].pid != found["pid"]
+        assert channel.end() == "exited with code 0"
+
+
+def test_a_fork_server_that_is_stopped_is_replaced(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_in(pool, tmp_path)
+    stopped = ours.one("tune-forkserver")
+    os.kill(stopped, signal.SIGSTOP)
+    monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
+    found_in(pool, tmp_path)  # in a process that was forked ahead
+    found_in(pool, tmp_path)
+    assert ours.one("tune-forkserver") != stopped
+
+
+@pytest.mark.parametrize("dies", ["trial", "tune-subreaper"])
+def test_a_process_that_was_forked_ahead_and_died_is_replaced(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, dies: str
+) -> None:
+    before = found_in(pool, tmp_path)
+    os.kill(ours.one(dies), signal.SIGKILL)
+    until(lambda: ours.names() == {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
+    assert found_in(pool, tmp_path)["pid"] != before["pid"]
+
+
+def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same(
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_forks: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        assert isinstance(messages_of(channel)[-1], TrialEnded)
+        monkeypatch.setattr(fork_client.ForkServer, "fork", no_room)
+
+
+def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
+    with family() as ours, TrialProcessPool(slots=2) as made, ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: found_in(made, tmp_path), range(9)))
+        time.sleep(0.3)  # for one too many, which takes some milliseconds
+        ahead = set(ours.pids("trial"))
+        assert len(ahead) == 2
+        assert found_in(made, tmp_path)["pid"] in ahead
+
+
+@pytest.mark.parametrize("stopped", ["trial", "tune-subreaper"])
+def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    monkeypatch.setattr(fork_client, "_GOODBYE", timedelta(seconds=0.5))
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        until(began(witness), what=lambda: "the trial")
+        os.kill(ours.one(stopped), signal.SIGSTOP)
+        assert channel.end() == "ended by SIGKILL"
+    pool.dismiss()
+    until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_machine_without_room_for_another_process_is_named_in_the_error() -> None:
+    ours, subreapers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, subreapers:
+        subreapers.send(b"failed 11")
+        with pytest.raises(BlockingIOError, match="cannot be forked"):
+            fork_client._started_pid(ours)
+
+
+def test_a_fork_server_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
+    with family() as ours, TrialProcessPool(slots=1) as pool:
+        found_in(pool, tmp_path)
+        assert ours.pids()
+    assert not ours.pids()
+    with pytest.raises(RuntimeError, match="closed"):
+        found_in(pool, tmp_path)
+
+
+def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
+    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    with TrialProcessPool(slots=1) as pool:
+        start = start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
+        attempt = pool.process(start, LOG)
+        channel = attempt.__enter__()
+        until(began(witness), what=lambda: "the trial")
+    gate.touch()
+    assert isinstance(messages_of(channel)[-1], TrialEnded)
+    attempt.__exit__(None, None, None)

@@ -1,0 +1,143 @@
+"""What a script or a notebook defines is in the `__main__` of its trials' processes, and of those that they start."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.runtime.load_named import pickled
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, supervised_process
+
+SCRIPT = """
+import json, logging, multiprocessing, pathlib, pickle, sys
+import prefect_tune as pt
+
+class Layer:
+    value = 2
+
+class Model:
+    def __init__(self, x):
+        self.x, self.layer = x, Layer()
+
+def squared(x):
+    return Model(x * x)
+
+def train(config):
+    found = pickle.loads(pickle.dumps({"model": Model(1), "train": train, "layer": Layer}))
+    assert found["train"] is train
+    for how in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            pt.report({how: sum(each.x for each in pool.map(squared, [1, 2, 3]))})
+    return {"x": config["x"]}
+
+class Base(pt.Trainable):
+    def setup(self, config):
+        self.model = Model(config["x"])
+
+    def save_checkpoint(self, directory):
+        pathlib.Path(directory, "model").write_bytes(pickle.dumps([self.model, type(self), Base]))
+
+class Digits(Base):
+    def step(self):
+        return {"x": self.model.x}
+
+if __name__ == "__main__":
+    from datetime import timedelta
+    from prefect_tune.core.checkpoints.cadence import Cadence
+    from prefect_tune.core.messages.process_messages import CheckpointSaved
+    from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+    from tests.fakes.trial_processes import start_of
+
+    reuse, folder = sys.argv[1:]
+    with TrialProcessPool(slots=1, reuse=reuse) as pool:
+        for x in (1, 2):
+            of_class = start_of(Digits, folder, {"x": x}, steps=1, cadence=Cadence())
+            for start in (start_of(train, folder, {"x": x}), of_class):
+                with pool.process(start, logging.getLogger()) as channel:
+                    said = [channel.receive(timedelta(seconds=60))]
+                    while said[-1] is None or said[-1].type not in ("trial-ended", "broke"):
+                        said.append(channel.receive(timedelta(seconds=60)))
+                        if getattr(said[-1], "checkpoint", None):
+                            channel.tell(CheckpointSaved(step=1))
+                steps = [dict(each.report.metrics) for each in said if each and each.type == "step-done"]
+                print(json.dumps([getattr(said[-1], "message", ""), *steps]))
+"""
+
+
+@pytest.mark.parametrize("is_notebook", [False, True], ids=["script", "notebook"])
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reuse: str, is_notebook: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    source, text = ("-", SCRIPT) if is_notebook else (str(script), "")  # from stdin, `__main__` has no file
+    command = [sys.executable, source, reuse, str(tmp_path)]
+    ran = subprocess.run(
+        command, env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin"},
+        input=text, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    pools = [{"fork": 14}, {"spawn": 14}, {"forkserver": 14}]
+    assert found == [[part, *rest] for x in (1, 2) for part, *rest in (["", *pools, {"x": x}], ["", {"x": x}])]
+
+
+def _spawns(config: dict[str, str]) -> dict[str, int | None]:
+    """Train with what an earlier trial, another Python or a full disk may have left."""
+    os.environ["PREFECT_TUNE_TRAINABLE"] = config["file"]
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return {"code": process.exitcode}
+
+
+class _FromElsewhere:
+    def __reduce__(self) -> tuple[object, ...]:
+        return importlib.import_module, ("not_installed_here",)
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        (None, "No such file"),
+        ("no pickle", "its pickle cannot be loaded by Python 3.*ValueError: non-hexadecimal"),
+        (pickled(_spawns)[:100], "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated"),
+        (pickled(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make it importable"),
+        (pickled("a text"), "expected a function of the configuration, .* found str"),
+        ("é", "'ascii' codec can't decode"),
+    ],
+    ids=["gone", "a text", "cut", "of a module that is not here", "of something else", "not even ASCII"],
+)
+def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_goes_on(
+    tmp_path: Path, left: str | None, why: str
+) -> None:
+    file, recorder = tmp_path / "left.trainable", LogRecorder()
+    if left is not None:
+        file.write_text(left)
+    with supervised_process(start_of(_spawns, tmp_path, {"file": str(file)}, steps=1), log_to(recorder)) as channel:
+        assert metrics_of(channel) == {"code": 0}
+    (line,) = recorder.reasons
+    assert re.match(f"prefect-tune: a spawned process lacks what the script of its trial defines: .*{why}", line)
+
+
+def _unpickles(_config: object) -> None:
+    raise AttributeError("Can't get attribute 'Model' on <module '__main__' (built-in)>")
+
+
+def _debugs(_config: object) -> None:
+    breakpoint()  # noqa: T100 - as a user has left it
+
+
+@pytest.mark.parametrize(("train", "advice"), [(_unpickles, "to a module"), (_debugs, "isolation='thread'")])
+def test_an_error_that_is_due_to_the_process_says_what_to_do(tmp_path: Path, train: object, advice: str) -> None:
+    with supervised_process(start_of(train, tmp_path), log_to(LogRecorder())) as channel:
+        broke = messages_of(channel)[-1]
+    assert isinstance(broke, Broke)
+    assert advice in broke.message

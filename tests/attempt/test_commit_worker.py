@@ -1,0 +1,502 @@
+"""Reports and checkpoints when the target refuses or is unavailable, or when a checkpoint cannot be saved."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from logging import getLogger
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.attempt import commit_worker as module
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal.journal import append, history, load, take_over
+from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    Committed,
+    Entry,
+    Event,
+    Finished,
+    Owner,
+    Reported,
+    TrialAdded,
+)
+from prefect_tune.core.messages.process_messages import StepDone
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.operations.scrub import quarantine, read_one
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.stores.posix_store import PosixStore, make_root
+from prefect_tune.tasks.experiment_state import sync_experiment_state
+from tests.attempt.direct_tasks import DirectTasks
+
+TRIAL = TrialKey(experiment="e", trial="trial")
+
+
+@dataclass
+class InjectedErrors:
+    """The errors that the target raises: `wrong` is called with the path before every write."""
+
+    wrong: Callable[[str], TuneError | None] = lambda _path: None
+    after: Callable[[str], TuneError | None] = lambda _path: None
+    """The same, called after the write."""
+    hidden: Sequence[str] = ()
+    """The paths that cannot be read."""
+
+    @staticmethod
+    def raise_if(error: TuneError | None) -> None:
+        if error is not None:
+            raise error
+
+
+INJECTED = InjectedErrors()
+
+
+class _Store(PosixStore):
+    def create(self, path: str, data: Buffer) -> None:
+        INJECTED.raise_if(INJECTED.wrong(path))
+        super().create(path, data)
+        INJECTED.raise_if(INJECTED.after(path))
+
+    def put(self, path: str, data: Buffer) -> None:
+        INJECTED.raise_if(INJECTED.wrong(path))
+        super().put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        INJECTED.raise_if(StoreUnavailable("503") if path in INJECTED.hidden else None)
+        return super().read(path, offset=offset, length=length)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            INJECTED.raise_if(INJECTED.wrong(f"delete {path}"))
+        super().delete(paths)
+
+
+class FaultyTarget(LocalTarget):
+    """A folder that raises the injected errors."""
+
+    _block_type_slug = "weathered-target"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        assert timeout
+        make_root(Path(self.path))
+        yield _Store(Path(self.path))
+
+
+@dataclass
+class NoArtifacts:
+    synced: int = 0
+
+    def after_commit(self) -> None:
+        self.synced += 1
+
+    def after_report(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
+    """Write an entry without retries: the commit worker retries."""
+    return sync_experiment_state.fn(target, state, events, stamp or new_write_id())
+
+
+@dataclass
+class CommitHarness:
+    """An experiment with one running trial, and the commit workers of its attempts."""
+
+    plan: TrialSpec
+    folder: Path
+    committed: list[int] = field(default_factory=list)
+
+    def attempt(self) -> CommitWorker:
+        """Take the experiment over, and start an attempt from its newest checkpoint."""
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            owner = Owner(name="a test", host="here", pid=1)
+            state = take_over(store, "e", owner, new_write_id(), side_by_side=map)
+            known = TRIAL.trial in state.trials
+            added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
+            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
+            state = append(store, state, [Adopted(), *added, *lost], new_write_id())
+            state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
+        journal_writer = JournalWriter(self.plan.target, state, write, lambda _events, _state: None)
+        return CommitWorker(self.plan, journal_writer, NoArtifacts(), DirectTasks(self.plan), getLogger("commits"))
+
+    @staticmethod
+    def _runs(state: Experiment) -> bool:
+        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).phase is Phase.RUNNING
+
+    def save(self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"") -> Path:
+        directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
+        directory.mkdir()
+        (directory / "weights").write_bytes(os.urandom(100))
+        if backbone:
+            (directory / "backbone").write_bytes(backbone)
+        save_step(commit_worker, StepDone(report=report(step), checkpoint=str(directory)), self.committed.append)
+        return directory
+
+    def state(self) -> Trial:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return load(store, "e", side_by_side=map).trial(TRIAL.trial)
+
+    def entries(self) -> Sequence[Entry]:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return history(store, "e", side_by_side=map)
+
+    def reported(self) -> list[int]:
+        events = [event for entry in self.entries() for event in entry.events]
+        return [event.report.step for event in events if isinstance(event, Reported)]
+
+    def blobs(self) -> int:
+        return len(self._files(TRIAL.blobs))
+
+    def manifests(self) -> int:
+        return len(self._files(TRIAL.checkpoints))
+
+    def _files(self, folder: str) -> list[Path]:
+        return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
+
+    def live(self) -> Sequence[CheckpointKey]:
+        refs = self.state().checkpoints
+        return [CheckpointKey(trial=TRIAL, step=each.step, sequence=each.sequence) for each in refs]
+
+    def rot_oldest_blob(self) -> None:
+        oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
+        oldest.chmod(0o644)
+        oldest.write_bytes(b"X" * oldest.stat().st_size)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step})
+
+
+@contextmanager
+def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` after the commit worker's thread died and before its last attempt to write the end."""
+    last_words = commit_worker._end_all_the_same
+
+    def after() -> None:
+        act()
+        last_words()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_worker, "_end_all_the_same", after)
+        yield
+
+
+def save_step(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
+    commit_worker.note(done.report)
+    commit_worker.save(done, committed)
+
+
+def ended(cause: Cause, message: str) -> Sequence[Event]:
+    return [AttemptEnded(trial=TRIAL.trial, cause=cause, message=message)]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[CommitHarness]:
+    target = FaultyTarget(path=str(tmp_path / "target"))
+    plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
+    yield CommitHarness(plan, tmp_path)
+    INJECTED.wrong = INJECTED.after = lambda _path: None
+    INJECTED.hidden = ()
+
+
+def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    before = len(harness.entries())
+    directory = harness.folder / "last"
+    directory.mkdir()
+    (directory / "weights").write_bytes(b"1")
+    save_step(
+        commit_worker, StepDone(report=report(1), checkpoint=str(directory), over="enough"), harness.committed.append
+    )
+    commit_worker.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
+    commit_worker.close()
+    assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
+    assert [type(event) for event in harness.entries()[-1].events] == [Reported, Committed, Finished]
+    assert len(harness.entries()) == before + 1
+
+
+def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    directory = harness.folder / "last"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    save_step(
+        commit_worker, StepDone(report=report(1), checkpoint=str(directory), over="enough"), harness.committed.append
+    )
+    until(lambda: commit_worker.error)
+    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    commit_worker.close()
+    assert (harness.state().phase, harness.state().user_failures) == (Phase.PENDING, 1)
+
+
+# ----------------------------------------------------------------------------- checkpoints that cannot be saved
+
+
+def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(
+    harness: CommitHarness,
+) -> None:
+    commit_worker = harness.attempt()
+    directory = harness.folder / "handed-over"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    commit_worker.note(report(1))
+    save_step(commit_worker, StepDone(report=report(2), checkpoint=str(directory)), harness.committed.append)
+    until(lambda: commit_worker.error)
+    assert isinstance(commit_worker.error, InvalidInput)
+    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    commit_worker.close()
+    state = harness.state()
+    assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
+    assert state.reason == "its checkpoint cannot be saved"
+    assert harness.committed == []
+    assert harness.reported() == [1, 2], "the last reports are journaled with the failure"
+
+
+def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
+    harness.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "not written"))
+    with pytest.raises(StoreRefused):
+        commit_worker.close()
+    assert (harness.state().phase, harness.state().reason) == (Phase.PENDING, "not written")
+
+
+def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
+    harness.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "not written"))
+    with pytest.raises(StoreRefused):
+        commit_worker.close()
+    INJECTED.wrong = lambda _path: None
+    assert harness.state().phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
+def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
+    harness: CommitHarness, caplog: pytest.LogCaptureFixture, away: str
+) -> None:
+    """The target is unavailable for longer than the retries of the last entry, then available again."""
+    commit_worker = harness.attempt()
+    tries: list[str] = []
+
+    def once(path: str) -> TuneError | None:
+        tries.append(path)
+        return CommitUnknown("no reply") if len(tries) == 1 else None
+
+    setattr(INJECTED, away, once)
+    INJECTED.hidden = tries
+    commit_worker.note(report(1))
+    done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
+    commit_worker.end([done])
+    with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
+        commit_worker.close()
+    assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])
+    assert "not journaled" not in caplog.text
+
+
+# --------------------------------------------------------------------------- checkpoints quarantined meanwhile
+
+
+def damaged(harness: CommitHarness) -> Sequence[int]:
+    """The steps of the live checkpoints that are damaged."""
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in harness.live() if read_one(store, key, side_by_side=map).damage]
+
+
+def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(
+    harness: CommitHarness,
+) -> None:
+    harness.plan = replace(harness.plan, retention=Retention(last=2))
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step, backbone=b"frozen")
+    until(lambda: harness.committed == [1, 2, 3])
+    harness.rot_oldest_blob()
+    assert damaged(harness) == [2, 3]
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        quarantine(store, TRIAL, {harness.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+    for step in (4, 5, 6):
+        harness.save(commit_worker, step, backbone=b"frozen")
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert (commit_worker.error, harness.committed) == (None, [1, 2, 3, 4, 5, 6])
+    assert [key.step for key in harness.live()] == [5, 6]
+    assert damaged(harness) == []
+    assert harness.reported() == [1, 2, 3, 4, 5, 6]
+    assert harness.manifests() == 2, "checkpoints that did not count are deleted"
+
+
+# ------------------------------------------------------------------------------------------------- deletions
+
+
+def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(harness: CommitHarness) -> None:
+    harness.plan = replace(harness.plan, retention=Retention(last=1))
+    INJECTED.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
+    assert harness.committed == [1, 2, 3]
+    assert [each.step for each in harness.state().checkpoints] == [3]
+    assert harness.blobs() == 3
+    INJECTED.wrong = lambda _path: None
+    again = harness.attempt()
+    again.end(ended(Cause.MACHINE, "away"))
+    again.close()
+    assert harness.blobs() == 1
+
+
+def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Sequence[object]:
+        raise StoreRefused("s3:ListBucket")
+
+    monkeypatch.setattr(module, "leftover", refuse)
+    commit_worker = harness.attempt()
+    harness.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert (commit_worker.error, harness.committed) == (None, [1])
+
+
+# --------------------------------------------------------------------------------------------------- reports
+
+
+def often(harness: CommitHarness, seconds: float) -> None:
+    harness.plan = replace(harness.plan, sync=SyncConfig(sync_period_seconds=seconds))
+
+
+def test_reports_are_journaled_after_the_period_without_another_one(harness: CommitHarness) -> None:
+    often(harness, 0.2)
+    commit_worker = harness.attempt()
+    commit_worker.note(report(1))
+    commit_worker.note(report(2))
+    until(lambda: harness.reported() == [1, 2])
+    assert harness.state().phase is Phase.RUNNING
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+
+
+@pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
+def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarness, wrong: TuneError) -> None:
+    often(harness, 0.05)
+    commit_worker = harness.attempt()
+    refused: list[str] = []
+
+    def refuse(path: str) -> TuneError:
+        refused.append(path)
+        return wrong
+
+    INJECTED.wrong = refuse
+    commit_worker.note(report(1))
+    until(lambda: len(refused) > 2)
+    commit_worker.note(report(2))
+    INJECTED.wrong = lambda _path: None
+    harness.save(commit_worker, 3)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
+    assert harness.reported() == [1, 2, 3]
+
+
+def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(harness: CommitHarness) -> None:
+    """The read after the lost reply fails too; the retry writes the same entry, which is recognized."""
+    often(harness, 0.05)
+    commit_worker = harness.attempt()
+    lost: list[str] = []
+
+    def lose(path: str) -> TuneError | None:
+        lost.append(path)
+        return CommitUnknown("no reply") if len(lost) == 1 else None
+
+    INJECTED.after = lose
+    INJECTED.hidden = lost
+    commit_worker.note(report(1))
+    until(lambda: lost)
+    time.sleep(0.2)  # several sync periods: the entry was retried
+    INJECTED.hidden = ()
+    harness.save(commit_worker, 2)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
+    assert harness.reported() == [1, 2]
+
+
+def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:
+    commit_worker = harness.attempt()
+    commit_worker.note(report(1))
+    commit_worker.asks_at = 2
+    harness.save(commit_worker, 2)
+    commit_worker.note(report(3))
+    commit_worker.end(ended(Cause.MACHINE, "enough"))
+    commit_worker.close()
+    events = [event for entry in harness.entries() for event in entry.events]
+    asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
+    assert asks == {1: False, 2: True, 3: False}
+
+
+@pytest.mark.parametrize(("days", "lines"), [(1, ["1"]), (0, ["1", "2", "3"])])
+def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
+    harness: CommitHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    days: int,
+    lines: Sequence[str],
+) -> None:
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=days))
+    caplog.set_level("INFO", logger="ledger")
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert [each.split()[1] for each in caplog.messages if " committed" in each] == lines
+    assert "step 1 committed, loss 1: 100 B" in caplog.messages
+
+
+def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
+    harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=1))
+    caplog.set_level("INFO", logger="ledger")
+    commit_worker = harness.attempt()
+    for step in (1, 2, 3):
+        harness.save(commit_worker, step)
+    until(lambda: harness.committed == [1, 2, 3])
+    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(0))
+    harness.save(commit_worker, 4)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert caplog.messages[-1] == "step 4 committed, loss 0.25: 100 B; 2 others since the last line"

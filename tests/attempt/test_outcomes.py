@@ -1,0 +1,50 @@
+"""The final state of an attempt's task run: its name, color and message in Prefect's UI."""
+
+from __future__ import annotations
+
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, state_of
+from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import Question
+
+_TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ..."
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "name", "message"),
+    [
+        (Done("step 9 of 9", returned=False), StateType.COMPLETED, "Completed", "step 9 of 9"),
+        (Done("rung 3", returned=False, left=True, end="pruned"), StateType.COMPLETED, "Pruned", "rung 3"),
+        (Done("stopped by me", returned=False, left=True, end="interrupted"), StateType.CANCELLED, "Interrupted", None),
+        (Yielded("rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
+        (
+            Asking(Question(key="k", question="continue?", fields={})),
+            StateType.COMPLETED,
+            "Paused",
+            "it asks: continue?",
+        ),
+        (Failed(Cause.PREEMPTED, "saved, as requested", at_start=False), StateType.CANCELLED, "Interrupted", None),
+        (Failed(Cause.USER, _TRACE, at_start=False), StateType.FAILED, "Failed", "ValueError: lr is too large"),
+        (Failed(Cause.MACHINE, "SIGKILL", at_start=False), StateType.FAILED, "Failed", "SIGKILL"),
+    ],
+)
+def test_each_end_of_an_attempt_has_a_state_that_names_it_and_gives_the_reason_in_one_line(
+    outcome: Outcome, kind: StateType, name: str, message: str | None
+) -> None:
+    state = state_of(outcome, "00003")
+    assert (state.type, state.name) == (kind, name)
+    assert state.message == (message or outcome_reason(outcome))
+
+
+def outcome_reason(outcome: Outcome) -> str:
+    assert isinstance(outcome, Done | Failed)
+    return outcome.reason if isinstance(outcome, Done) else outcome.message
+
+
+def test_the_result_of_a_failed_attempt_is_its_error() -> None:
+    data = state_of(Failed(Cause.USER, _TRACE, at_start=False), "00003").data
+    assert isinstance(data, TrialFailed)
+    assert str(data) == "trial 00003: ValueError: lr is too large"

@@ -1,0 +1,126 @@
+"""A relative path is resolved where it is passed, whatever the working directory is later."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.blocks import FsspecTarget
+from prefect_tune.callbacks import SearchInfo
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
+from prefect_tune.loggers import CSVLogger
+from prefect_tune.runtime.load_named import load_named
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
+from tests.trainables.processes import reporters
+
+LOG = log_to(LogRecorder())
+
+
+@pytest.mark.parametrize("path", ["checkpoint", "../here/checkpoint", "latest"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
+    pool: TrialProcessPool, tmp_path: Path, path: str, overlap: bool
+) -> None:
+    here = tmp_path / "here"
+    (here / "checkpoint").mkdir(parents=True)
+    (here / "checkpoint" / "weights").write_text("these")
+    (here / "latest").symlink_to("checkpoint")
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    config = {"seen_from": str(here), "path": path}
+    start = start_of(reporters.hands_over, tmp_path, config, overlap=overlap, staging=str(staging))
+    with pool.process(start, LOG) as channel:
+        assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
+        step = channel.receive(timedelta(seconds=60))
+        channel.tell(CheckpointSaved(step=1))
+        channel.receive(timedelta(seconds=60))
+    assert isinstance(step, StepDone)
+    directory = Path(step.checkpoint or "")
+    if overlap:
+        assert directory.parent == staging
+    else:
+        assert directory == here / "checkpoint"
+    assert (directory / "weights").read_text() == "these"
+
+
+def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_is_seen_from(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    config = {"seen_from": str(tmp_path), "path": "nothing"}
+    with pool.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
+        *_, broke = messages_of(channel)
+    assert isinstance(broke, Broke)
+    assert f"expected a local directory in the working directory {tmp_path}" in broke.message
+
+
+def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_name(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
+    config = {"seen_from": str(tmp_path)}
+    with pool.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
+        *_, broke = messages_of(channel)
+    assert isinstance(broke, Broke)
+    assert "a checkpoint that is on a target already need not be reported" in broke.message
+
+
+def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "code", "__editable__.finder", "/usr/lib/nothing", "absent"])
+    assert import_path() == (str(tmp_path), str(tmp_path / "code"), "__editable__.finder", "/usr/lib/nothing", "absent")
+
+
+def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", ["", "code"])
+    assert import_path() == ("", "code")
+    with pytest.raises(InvalidInput, match=r"No module named 'no_such_module'.*directory that has been removed"):
+        load_named("no_such_module:train")
+
+
+def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("meant", "other"):
+        (tmp_path / name / "artifacts").mkdir(parents=True)
+        (tmp_path / name / "artifacts" / "log").write_text(name)
+    syncer = TargetSyncer()
+    opened = TargetSyncer._opened
+
+    def opened_elsewhere(self: TargetSyncer, remote: str) -> object:
+        os.chdir(tmp_path / "other")
+        return opened(self, remote)
+
+    monkeypatch.chdir(tmp_path / "meant")
+    monkeypatch.setattr(TargetSyncer, "_opened", opened_elsewhere)
+    syncer.sync_up("artifacts", str(tmp_path / "remote"))
+    syncer.wait()
+    syncer.sync_down(str(tmp_path / "remote"), "back")  # now resolved in "other"
+    syncer.wait()
+    assert (tmp_path / "other" / "back" / "log").read_text() == "meant"
+    syncer.close()
+
+
+def test_a_logger_goes_on_writing_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = CSVLogger("logs")
+    logger.setup(SearchInfo("e", "file:///target", None))
+    monkeypatch.chdir("/")
+    assert logger.folder_of("t") == tmp_path / "logs" / "e" / "t"
+
+
+@pytest.mark.parametrize("location", ["local://runs", "file://runs/x", "local://./runs"])
+def test_a_target_on_this_machine_has_an_absolute_path(location: str) -> None:
+    with pytest.raises(ValueError, match="expected an absolute path"):
+        FsspecTarget(location=location)

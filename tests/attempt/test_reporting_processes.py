@@ -1,0 +1,192 @@
+"""Reports of several threads are taken one by one; reports from any process but the trial's own are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    CheckpointSaved,
+    FromTrial,
+    GoOn,
+    Leave,
+    StepDone,
+    TrainableLoaded,
+    TrialEnded,
+)
+from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of
+from tests.trainables.processes import reporters
+
+Opened = Callable[..., AbstractContextManager[TrialChannel]]
+_SOON = timedelta(seconds=0.3)
+LOG = logging.getLogger("trial")
+_IN_TIME = timedelta(seconds=60)
+
+
+@pytest.fixture(params=["forked", "started", "in place"])
+def opened(request: pytest.FixtureRequest, pool: TrialProcessPool) -> Opened:
+    """Each way to train."""
+    ways: Mapping[str, Opened] = {"forked": pool.process, "started": trial_process, "in place": trial_in_place}
+    return ways[request.param]
+
+
+def next_of(channel: TrialChannel) -> FromTrial:
+    message = channel.receive(_IN_TIME)
+    assert message is not None, "no message in time"
+    return message
+
+
+def served(channel: TrialChannel) -> Sequence[FromTrial]:
+    """Acknowledge each checkpoint; return all messages."""
+    messages: list[FromTrial] = []
+    while not (messages and isinstance(messages[-1], TrialEnded | Broke)):
+        messages.append(next_of(channel))
+        if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
+            channel.tell(CheckpointSaved(step=messages[-1].report.step))
+    return messages
+
+
+# ------------------------------------------------------------------------------------------------------- threads
+
+
+def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(opened: Opened, tmp_path: Path) -> None:
+    times = 20
+    start = start_of(reporters.reports_from_threads, tmp_path, {"times": times})
+    with opened(start, log_to(LogRecorder())) as channel:
+        messages = served(channel)
+    steps = [each for each in messages if isinstance(each, StepDone)]
+    assert [each.report.step for each in steps] == list(range(1, reporters.THREADS * times + 1))
+    of_threads = [(each.report.metrics["thread"], each.report.metrics["index"]) for each in steps]
+    assert sorted(of_threads) == [(thread, index) for thread in range(reporters.THREADS) for index in range(times)]
+    for each in steps:
+        metrics = each.report.metrics
+        assert bool(each.checkpoint) == (metrics["index"] in range(4, times, 5))
+        if each.checkpoint:
+            assert Path(each.checkpoint, "said").read_text() == f"{metrics['thread']} {metrics['index']}"
+    assert messages[-1] == TrialEnded(reason="the trainable returned", returned=True)
+
+
+def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
+    start = start_of(reporters.waits_in_a_thread, tmp_path, milestone=3)
+    recorder = LogRecorder()
+    with pool.process(start, log_to(recorder)) as channel:
+        assert isinstance(next_of(channel), TrainableLoaded)
+        assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
+        assert channel.receive(_SOON) is None
+        channel.tell(GoOn(milestone=5))
+        asks = [next_of(channel) for _ in range(2)]
+        assert [(each.report.step, each.asks) for each in asks if isinstance(each, StepDone)] == [(4, False), (5, True)]
+        assert channel.receive(_SOON) is None
+        channel.tell(Leave(reason="enough", save=False, for_good=True))
+        assert next_of(channel) == TrialEnded(reason="enough", left=True)
+        channel.end()
+    assert not recorder.lines, "each thread has left, and printed nothing"
+
+
+@pytest.mark.parametrize("isolation", ["forked", "in place"])
+def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
+    pool: TrialProcessPool, tmp_path: Path, isolation: str
+) -> None:
+    start = start_of(
+        reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
+    )
+    opened: Opened = pool.process if isolation == "forked" else trial_in_place
+    with opened(start, log_to(LogRecorder())) as channel:
+        *_, ended = messages_of(channel)
+        assert isinstance(ended, TrialEnded)
+        assert "3" in ended.reason
+        if isolation == "forked":
+            assert "SIGKILL" in channel.end()
+
+
+# ----------------------------------------------------------------------------------------------- other processes
+
+
+@pytest.mark.parametrize("call", ["report", "report_step", "should_checkpoint", "ask"])
+def test_what_a_forked_child_reports_or_asks_is_refused_there(
+    pool: TrialProcessPool, tmp_path: Path, call: str
+) -> None:
+    start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
+    with pool.process(start, log_to(LogRecorder())) as channel:
+        messages = messages_of(channel)
+    steps = [each for each in messages if isinstance(each, StepDone)]
+    assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
+    found: Any = steps[-1].report.metrics["said"]
+    (said,) = found
+    assert f"{call}: expected process" in said
+    assert "trial 't'" in said
+    assert "through a queue, a pipe or a pool" in said
+    assert {each.report.metrics.get("from") for each in steps[:-1]} == {"the trial"}
+
+
+def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
+    start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
+    with pool.process(start, log_to(LogRecorder())) as channel:
+        (said,) = metrics_of(channel)["said"]
+    assert "pt.report(): expected process " in said
+    assert "which trains trial 't'" in said
+    assert "through a queue, a pipe or a pool" in said
+
+
+def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
+    with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(LogRecorder())) as channel:
+        assert metrics_of(channel) == {"found": ["t", 0, True]}
+
+
+def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path: Path) -> None:
+    with opened(start_of(reporters.shows_sockets, tmp_path), log_to(LogRecorder())) as channel:
+        found = metrics_of(channel)
+    assert found["here"]
+    assert found["program"] == []
+    if opened is not trial_in_place:  # there the supervisor's end, and other sockets of its process, are among them
+        assert found["forked"] == []
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), (0, 0), (7, 7)])
+def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_for_the_trial(
+    opened: Opened, tmp_path: Path, how: object, code: int
+) -> None:
+    recorder = LogRecorder()
+    with opened(start_of(reporters.a_child_comes_out, tmp_path, {"how": how}), log_to(recorder)) as channel:
+        messages = messages_of(channel)
+        channel.end()
+    assert [each.report.metrics for each in messages if isinstance(each, StepDone)] == [{"loss": 1.0}, {"code": code}]
+    assert isinstance(messages[-1], TrialEnded)
+    if opened is not trial_in_place:
+        assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+_REPORTS = "import prefect_tune as pt; pt.report({'loss': 1.0})"
+
+
+def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_report(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    config = {"arguments": ["-c", _REPORTS]}
+    with pool.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+        found = metrics_of(channel)
+    assert found["code"] == 1
+    assert "InvalidInput: pt.report(): expected process " in found["said"]
+
+
+@pytest.mark.parametrize("way", ["forked", "started"])
+def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
+    pool: TrialProcessPool, tmp_path: Path, way: str
+) -> None:
+    opened: Opened = pool.process if way == "forked" else trial_process
+    config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
+    with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+        said = metrics_of(channel)["refused"]
+    assert "One process trains a trial" in said
+    assert "devices=1" in said

@@ -1,0 +1,299 @@
+"""How the supervisor classifies the end of an attempt: its cause, pending uploads, silence and grace period."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.attempt import supervisor as attempt_supervisor
+from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.search_link import InProcessLink
+from prefect_tune.attempt.supervisor import supervise
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
+from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import (
+    CheckpointSaved,
+    FromTrial,
+    GoOn,
+    Leave,
+    MilestoneReached,
+    StepDone,
+    StopAndSave,
+    ToTrial,
+    TrainableLoaded,
+    TrialEnded,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.storage_retries import retrying_until
+
+LOADED = TrainableLoaded(pid=1, code="")
+KILLED = "ended by SIGKILL"
+
+
+@dataclass
+class FakeChannel:
+    """A trial that sends `says` (a float is a pause in seconds), then is silent, or ends as `became` describes."""
+
+    says: Sequence[FromTrial | float]
+    became: str = ""
+    sent: list[ToTrial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left = list(self.says)
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        if self._left:
+            said = self._left.pop(0)
+            if not isinstance(said, float):
+                return said
+            time.sleep(said)
+            return None
+        if self.became:
+            raise EOFError
+        time.sleep(min(0.01, patience.total_seconds()))
+        return None
+
+    def tell(self, message: ToTrial) -> None:
+        self.sent.append(message)
+
+    def end(self) -> str:
+        return self.became
+
+
+@dataclass
+class FakeCommitWorker:
+    """Completes no save on its own: calling an item of `uploads` completes that save."""
+
+    error: BaseException | None = None
+    code: str = ""
+    asks_at: int | None = None
+    noted: list[tuple[int, bool]] = field(default_factory=list)
+    """The steps, and whether each was noted as one that asks."""
+    flushes: int = 0
+    uploads: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, report: StepReport) -> None:
+        self.noted.append((report.step, report.step == self.asks_at))
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def save(self, done: StepDone, committed: Callable[[int], None]) -> None:
+        self.uploads.append(lambda: committed(done.report.step))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrialSpec:
+    return TrialSpec(
+        target=LocalTarget(path=str(tmp_path)),
+        trial=TrialKey(experiment="e", trial="t"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+        grace=timedelta(seconds=0.3),
+        silence=timedelta(seconds=0.3),
+    )
+
+
+def step(number: int, *, saves: bool = False) -> StepDone:
+    report = StepReport(step=number, metrics={})
+    return StepDone(report=report, checkpoint="/tmp/none" if saves else None, moved=saves)
+
+
+def line() -> InProcessLink:
+    return InProcessLink("t", lambda _: None, TrialProcessPool(slots=1))
+
+
+def outcome_of(
+    spec: TrialSpec, says: Sequence[FromTrial | float], became: str = "", commit_worker: FakeCommitWorker | None = None
+) -> Outcome:
+    return supervise(FakeChannel(says, became), commit_worker or FakeCommitWorker(), spec, line())
+
+
+# ---------------------------------------------------------------------------------------- the cause of the end
+
+
+@pytest.mark.parametrize(
+    ("became", "cause", "at_start"),
+    [
+        (KILLED, Cause.MACHINE, False),
+        ("ended by SIGTERM", Cause.MACHINE, False),
+        ("ended by SIGSEGV", Cause.USER, True),
+        ("ended by SIGABRT\nlast output:\nterminate called", Cause.USER, True),
+        ("exited with code 0", Cause.USER, True),
+        (f"{KILLED}\nlast output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
+        ("exited with code 1\nlast output:\nmy worker was ended by SIGKILL", Cause.USER, True),
+    ],
+)
+def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
+    spec: TrialSpec, became: str, cause: Cause, at_start: bool
+) -> None:
+    found = outcome_of(spec, [LOADED], became)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (cause, at_start)
+
+
+def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
+    for says in ([], [LOADED, step(1)]):
+        found = outcome_of(spec, says, "ended by SIGSEGV")
+        assert isinstance(found, Failed)
+        assert (found.cause, found.at_start) == (Cause.USER, False)
+
+
+def test_silence_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
+    found = outcome_of(spec, [LOADED])
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "presumed hung" in found.message
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "cause"),
+    [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
+)
+def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "_KILLS_PERIOD", timedelta(seconds=0.1))
+    kills = [5]
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [] or self._left[0] == seconds_before:
+                kills[0] = 6
+            return super().receive(patience)
+
+    monkeypatch.setattr(attempt_supervisor, "_out_of_memory_kills", lambda: kills[0])
+    says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
+    patient = replace(spec, silence=None)
+    found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
+    assert isinstance(found, Failed)
+    assert found.cause is cause
+
+
+@pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
+def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
+    spec: TrialSpec, error: BaseException
+) -> None:
+    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=FakeCommitWorker(error=error))
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.USER
+    assert str(error) in found.message
+
+
+def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
+    commit_worker = FakeCommitWorker(error=StoreRefused("AccessDenied"))
+    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "AccessDenied" in found.message
+
+
+def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
+    asking = InProcessLink("t", lambda _: asking.answer(leave), TrialProcessPool(slots=1))
+    leave = Leave(reason="found no metric 'loss'", save=False, for_good=False, end="errored")
+    left = TrialEnded(reason=leave.reason, paused=True)
+    channel = FakeChannel([LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), left])
+    found = supervise(channel, FakeCommitWorker(), spec, asking)
+    assert found == Failed(Cause.BAD_METRIC, "found no metric 'loss'", at_start=False)
+    assert [each.type for each in events_of("t", found)] == ["attempt-ended"]
+
+
+@pytest.mark.parametrize("reads_journal", [True, False])
+def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
+    spec: TrialSpec, *, reads_journal: bool
+) -> None:
+    commit_worker, read = FakeCommitWorker(), line()
+    read.reads_journal = reads_journal
+    asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
+    says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
+    assert supervise(FakeChannel(says), commit_worker, spec, read) == Done("done", returned=False)
+    assert commit_worker.noted == [(1, False), (2, reads_journal), (3, False)]
+    assert commit_worker.flushes == reads_journal
+
+
+# ------------------------------------------------------------------------------ silence, and the grace period
+
+
+def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:
+    assert outcome_of(spec, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
+
+
+def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(spec: TrialSpec) -> None:
+    commit_worker = FakeCommitWorker()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [0.0]:  # the trial was blocked in `pt.report` until here
+                commit_worker.uploads.pop()()
+            return super().receive(patience)
+
+    channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
+    began = time.monotonic()
+    found = supervise(channel, commit_worker, spec, line())
+    assert time.monotonic() - began >= 0.4 + 0.3
+    assert channel.sent == [CheckpointSaved(step=1)]
+    assert isinstance(found, Failed)
+    assert "presumed hung" in found.message
+
+
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
+    link = line()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if not self._left:
+                link.answer(Leave(reason="enough", save=True, for_good=True))
+            return super().receive(patience)
+
+        def tell(self, message: ToTrial) -> None:
+            super().tell(message)
+            assert len(self.sent) < 100, "the supervisor waits for ever"
+
+    found = supervise(Channel([LOADED, step(1)]), FakeCommitWorker(), spec, link)
+    assert isinstance(found, Failed)
+    assert "presumed hung" in found.message
+
+
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
+    asking = InProcessLink("t", lambda _: asking.answer(GoOn(milestone=None)), TrialProcessPool(slots=1))
+    says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+    channel = FakeChannel(says)
+    assert supervise(channel, FakeCommitWorker(), spec, asking) == Done("done", returned=False)
+    assert channel.sent == [GoOn(milestone=None)]
+
+
+@pytest.mark.parametrize(
+    ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
+)
+def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
+    spec: TrialSpec, saves: bool, said: str
+) -> None:
+    asked = line()
+    asked.stop.set()
+    channel = FakeChannel([LOADED, step(1, saves=saves)])
+    found = supervise(channel, FakeCommitWorker(), spec, asked)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
+    assert f"asked to stop; {said} " in found.message
+    assert channel.sent == [StopAndSave()]
+
+
+def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(spec: TrialSpec) -> None:
+    asked, abandoned = line(), threading.Event()
+    asked.stop.set()
+    abandoned.set()
+    with retrying_until(abandoned):
+        found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")
