@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import Reuse, import_path
+from prefect_tune.supervisor.trial_spec import import_path
 from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
 from tests.supervisor.processes.modules import Module, Trains, different
 

@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, metric_in, plural
 from prefect_tune.parameters.argument_checks import name_of
-from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
@@ -79,12 +79,6 @@ KEEPS_CONFIGURATIONS = (
     "another experiment name"
 )
 
-_FIXED = {
-    "metric": "earlier decisions compared trials by the first one",
-    "mode": "earlier decisions ranked trials in the other direction",
-    "seed": "a search with another seed does not reproduce the earlier proposals",
-}
-
 
 def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     """Require that the journal's earlier decisions keep their meaning under these settings.
@@ -97,7 +91,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     require_goes_on(state)
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
-    for name, why in _FIXED.items():
+    for name, why in {name: option.fixed for name, option in OPTIONS.items() if option.fixed}.items():
         before, now = _meaning(name, state.settings), _meaning(name, settings)
         if state.trials and before != now and (name == "seed" or _has_compared(state)):
             raise InvalidInput(

@@ -24,9 +24,9 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.supervisor.processes.process_channel import READ_ONCE, trial_in_place, trial_process
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,

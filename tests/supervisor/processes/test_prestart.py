@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.executors.prestart import prestarting, process_pool
-from prefect_tune.supervisor.trial_spec import Reuse
+from prefect_tune.runtime.trainable import Reuse
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, metrics_of, nothing_left
 from tests.supervisor.processes.modules import Module
 

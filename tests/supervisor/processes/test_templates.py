@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.supervisor.processes import fork_client, process_output, process_pool
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
-from prefect_tune.supervisor.trial_spec import Reuse
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 from tests.supervisor.processes.modules import Module
 

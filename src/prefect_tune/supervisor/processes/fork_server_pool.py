@@ -18,11 +18,11 @@ from datetime import timedelta
 from typing import Self, TypeAlias, TypeVar
 
 from prefect_tune.core.messages.process_messages import READY
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.processes.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
 from prefect_tune.supervisor.processes.process_channel import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.supervisor.trial_spec import Reuse
 
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk

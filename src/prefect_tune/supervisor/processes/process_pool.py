@@ -29,12 +29,13 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.processes.fork_client import ForkedProcess, PendingFork, surroundings
 from prefect_tune.supervisor.processes.fork_server_pool import ForkServers, TrialKind
 from prefect_tune.supervisor.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.supervisor.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.supervisor.trial_spec import Reuse, import_path
+from prefect_tune.supervisor.trial_spec import import_path
 
 _TRIES = 3
 _LOOK_AGAIN = timedelta(seconds=0.2)
