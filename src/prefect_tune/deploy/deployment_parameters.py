@@ -187,9 +187,7 @@ class _DeployedPlan(SearchPlan):
     experiment: Annotated[str, AfterValidator(valid_name)] = "later"
     sync: Any = None
     warm_start: Annotated[list[Any], AfterValidator(source_names)] | None = None
-    callbacks: list[Annotated[str, AfterValidator(lambda name: ":".join(import_string(name, "callback")))]] | None = (
-        None
-    )
+    callbacks: list[Annotated[str, AfterValidator(_named_as("callback"))]] | None = None
 
     @property
     def stopper(self) -> Stopper:
