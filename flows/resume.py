@@ -29,7 +29,7 @@ from prefect_tune.parameters.forms import (
 )
 from prefect_tune.parameters.resume_compatibility import require_search
 from prefect_tune.parameters.search_limits import require_no_fewer, require_one_count
-from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan, from_settings, only_in_code
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results import Results
 from prefect_tune.suspension.resume_forms import chosen_before
@@ -38,9 +38,6 @@ from prefect_tune.trust import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched
 
 __all__ = ["resume"]
-
-_WHICH = frozenset({"experiment", "target", "fork", "at", "strict_fork", "trusted_packages"})
-"""Parameters that select the experiment and what is trusted in it; all others set or change this run."""
 
 
 @flow_with_server(name="resume", persist_result=False, call_context=search_output)
@@ -132,7 +129,7 @@ def resume(
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: a resume starts at the last entry; to start at another one, name the fork: fork='name'")
-    options = {name: value for name, value in parameters.items() if name not in _WHICH}
+    options = {name: parameters[name] for name, each in OPTIONS.items() if each.at_resume}
     plan_of = partial(_plan_of, where, options, trusted_here(trusted_packages))
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
@@ -150,7 +147,7 @@ def _plan_of(
     target: StorageTarget, options: Mapping[str, Any], trusted: Sequence[str], state: Experiment
 ) -> SearchPlan:
     """Return the plan that continues `state` with these options. Raises what `resume` raises for them."""
-    run = {name: value for name, value in options.items() if name in OF_THE_RUN}
+    run = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run and value is not None}
     require_trusted(target, state, changed.keys(), trusted)
     if options["search"] is None and not chosen_before(state):  # a form has extended it since this run began

@@ -10,23 +10,23 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.cancel_and_suspend import interruptible
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.executors.remote_link import StoreLink, TrialParameters, request_from
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.executors.remote_link import StoreLink, request_from
 from prefect_tune.executors.trial_executor import attempt_of
 
 __all__ = ["train_trial"]
 
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
-def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: int) -> State[Any]:
+def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int) -> State[Any]:
     """Train one attempt of a trial. Its journal records how it ends; the states of its runs only show it.
 
     Args:
-        parameters: the specification, from `TrialParameters.of`.
+        parameters: the specification, from `spec_as_parameters`.
         orders: the request for this attempt, from `request_as_parameters`.
         attempt: its number, by which it finds its answers on the target.
     """
-    spec = parameters.spec()
-    request = request_from(orders)
+    spec, request = parameters, request_from(orders)
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
         link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)

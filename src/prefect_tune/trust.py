@@ -24,6 +24,8 @@ from prefect_tune.core.settings_signature import has_signature, is_signed, signe
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
+from prefect_tune.parameters.options import Stored
+from prefect_tune.parameters.search_plan import OPTIONS
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
@@ -237,7 +239,8 @@ def code_choices(settings: Mapping[str, object], learned: Collection[str] = ()) 
         InvalidInput: the search space in the settings is invalid.
     """
     finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_places_to_learn_from, learned=learned)}
-    return [choice for name, find in finders.items() if name in settings for choice in find(settings[name])]
+    named = [name for name, option in OPTIONS.items() if option.stored is Stored.CHOICE and name in settings]
+    return [choice for name in named for choice in finders[name](settings[name])]
 
 
 def _trainable(given: Any) -> Iterator[CodeChoice]:
@@ -287,7 +290,7 @@ def _deployment(given: Any) -> Iterator[CodeChoice]:
         yield CodeChoice("trial_deployment", repr(given))
 
 
-def _places_to_learn_from(given: Any, learned: Collection[str]) -> Iterator[CodeChoice]:
+def _places_to_learn_from(given: Any, learned: Collection[str] = ()) -> Iterator[CodeChoice]:
     """Yield the sources on other targets; a name without a target is on the experiment's own."""
     if not isinstance(given, list | tuple):
         yield CodeChoice("warm_start", repr(given))
@@ -318,36 +321,9 @@ _FINDERS: Mapping[str, _Finder] = {
     "sync": _sync,
     "trial_deployment": _deployment,
     "trial_job_variables": _job_variables,
+    "warm_start": _places_to_learn_from,
 }
-DATA_ONLY = frozenset(
-    {
-        "metric",
-        "mode",
-        "num_samples",
-        "search",
-        "scheduler",
-        "seed",
-        "max_concurrent_trials",
-        "resources_per_trial",
-        "checkpoint",
-        "retention",
-        "failures",
-        "fail_fast",
-        "trials",
-        "trial_tags",
-        "concurrency_limits",
-        "isolation",
-        "reuse",
-        "grace_period_seconds",
-        "silence_timeout_seconds",
-    }
-)
-"""The other settings of a journal: none of their values can name code, a file or a command."""
-
-
-def examined_settings() -> Collection[str]:
-    """Return the settings in which `code_choices` looks for code."""
-    return {*_FINDERS, "warm_start"}
+"""What finds them in the value of each option that `SearchPlan` declares as `Stored.CHOICE`."""
 
 
 # Refuse a resume by name if its journal names code, places or job variables that are not trusted.
@@ -357,8 +333,6 @@ def examined_settings() -> Collection[str]:
 
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable of the trusted packages, separated by commas, for a machine or a work pool."""
-_PASSABLE = ("trainable", "space", "stop", "callbacks", "sync", "warm_start", "trial_job_variables")
-"""Parameters of `pt.resume` that replace what the journal names."""
 _UNSHOWN = "trial_job_variables"  # their values may be keys
 _LONGEST = 400
 
@@ -469,7 +443,7 @@ def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
 
 
 def _next_move(target: StorageTarget, known: Experiment, parameters: Sequence[str]) -> str:
-    if any(each not in _PASSABLE for each in parameters):
+    if not all(OPTIONS[each].at_resume for each in parameters):
         return "call pt.tune(...) as before, with the same experiment name: it resumes."
     given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in dict.fromkeys(parameters))
     return f"pass it: pt.resume({known.name!r}, target={_reference(target)}, {given})"

@@ -22,7 +22,7 @@ from prefect_tune.core.models import ExperimentName, StepReport, TrialId
 from prefect_tune.core.storage.layout import TrialKey, experiment_names
 from prefect_tune.core.texts import did_you_mean
 from prefect_tune.parameters.argument_checks import storable_config
-from prefect_tune.parameters.search_plan import ValidatedParameters
+from prefect_tune.parameters.options import ValidatedParameters
 
 __all__ = [
     "DeleteArguments",

@@ -31,8 +31,8 @@ from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storab
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import require_possible
-from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.parameters.search_limits import require_possible, trial_spec
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import RETRYING_REFUSALS, retrying_refusals, run_log
 from prefect_tune.tasks.checkpoints import delete_checkpoint

@@ -15,7 +15,7 @@ from prefect.utilities.schema_tools.validation import validate
 import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.deploy.deployment_parameters import checked
-from prefect_tune.executors.remote_link import TrialParameters, request_as_parameters, request_from
+from prefect_tune.executors.remote_link import request_as_parameters, request_from, spec_as_parameters
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.forms import form_of
 from tests.fakes.searches.far_attempts import plan_at
@@ -111,6 +111,10 @@ def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
         ({"trials": "somewhere"}, "trials: expected one of 'tasks', 'deployment'"),
         ({"num_samples": 0}, "num_samples: expected 1 or more"),
         ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
+        ({"resources_total": {"gpus": 1}}, r"did you mean 'gpu'\?"),
+        ({"trials": "deployment", "resources_per_trial": {"cpu": 1}}, "the work pool assigns resources"),
+        ({"trial_job_variables": {"image": "mine"}}, "they require trials='deployment'"),
+        ({"time_budget_seconds": 0}, "time_budget_seconds: Input should be greater than 0, found 0"),
         ({"resources_per_trial": {"gpus": 1}}, r"did you mean 'gpu'\?"),
         ({"stop": "step=100"}, r"expected \{'step': 100\}"),
         ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),
@@ -185,7 +189,6 @@ def test_all_that_a_form_offers_is_accepted() -> None:
         "scheduler": {"ASHA": {"max_t": 81}},
         "search": {"OptunaSearch": {"num_samples": 40}},
         "max_concurrent_trials": 4,
-        "resources_per_trial": {"cpu": 2, "gpu": 0.5},
         "warm_start": ["first", "s3-target/prod/second", "s3://bucket/runs/third"],
         "trials": "deployment",
         "trial_job_variables": {"env": {"WANDB_API_KEY": "{{ prefect.blocks.secret.wandb }}"}},
@@ -199,6 +202,7 @@ def test_all_that_a_form_offers_is_accepted() -> None:
     }
     assert given(complete=True, **full) == full
     assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
+    assert given(resources_per_trial={"cpu": 2, "gpu": 0.5}, reuse="never")
 
 
 def test_a_deployment_names_the_packages_that_it_trusts() -> None:
@@ -210,7 +214,7 @@ def test_a_deployment_names_the_packages_that_it_trusts() -> None:
 
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
-    said = TrialParameters.of(plan).model_dump(mode="json")
+    said = spec_as_parameters(plan)
     parameters = {"parameters": said, "orders": request_as_parameters(AttemptRequest()), "attempt": 1}
     assert said["cadence"]["every_steps"] is None
     validate(parameters, form_of(train_trial), raise_on_error=True)

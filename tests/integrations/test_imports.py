@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse, import_path
+from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module, Trains, different
 from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
 

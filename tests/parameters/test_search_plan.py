@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from collections import UserDict
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from prefect.utilities.callables import parameter_docstrings
 
 import prefect_tune as pt
-from prefect_tune.cli.search_options import _OPTIONS, RUN
+from prefect_tune.cli.search_options import RESUME, RUN
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.flows.durable_trainable import durable_trainable
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
 from prefect_tune.parameters.search_limits import warn_of_constants
-from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
+from prefect_tune.tasks.public.trials import run_trial
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
 
@@ -37,16 +41,50 @@ def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -
 
 
 def test_every_parameter_of_a_search_is_an_option_of_run_or_has_a_reason_not_to_be() -> None:
-    taken = [name for names in RUN.values() for name in names]
-    options = {_OPTIONS[name].sets or name for name in taken} - {"settings"}  # a part of the space
-    assert options == KEPT.keys() - NOT_AN_OPTION.keys()
+    assert {each.option for _, each in RUN} == KEPT.keys() - NOT_AN_OPTION.keys()
 
 
-def test_whatever_a_resume_is_given_says_which_experiment_what_is_trusted_or_how_its_search_goes_on() -> None:
+def test_a_resume_takes_the_options_that_are_declared_so_and_says_which_experiment_and_what_is_trusted() -> None:
     which = {"experiment", "target", "fork", "at", "strict_fork", "trusted_packages"}
     given = {name: each.default for name, each in signature(resume.fn).parameters.items() if name not in which}
-    assert given.keys() <= KEPT.keys()
-    assert given == {name: KEPT[name] if name in OF_THE_RUN else None for name in given}
+    taken = {name: option for name, option in OPTIONS.items() if option.at_resume}
+    assert given == {name: None if option.stored else KEPT[name] for name, option in taken.items()}
+    assert {each.option for _, each in RESUME} <= taken.keys()
+
+
+def test_every_field_of_the_plan_declares_an_option() -> None:
+    assert OPTIONS.keys() == SearchPlan.model_fields.keys()
+
+
+PARSED = {
+    *("trainable", "space", "target", "experiment", "stop", "scheduler", "search", "resume", "trial_job_variables"),
+    *("sync", "callbacks"),
+}
+"""The options for which a call takes more types than the plan has: it parses them."""
+BESIDE = {
+    tune: set(),
+    resume: {"fork", "at", "strict_fork", "trusted_packages"},
+    durable_trainable: {"config"},
+    run_trial: {"config", "trial"},
+}
+
+
+@pytest.mark.parametrize("called", BESIDE, ids=lambda called: called.name)
+def test_what_a_call_takes_has_the_name_type_and_default_of_the_plan(called: Any) -> None:
+    taken = {name: each for name, each in signature(called.fn).parameters.items() if name not in BESIDE[called]}
+    kinds, planned, searched = (get_type_hints(each) for each in (called.fn, SearchPlan, tune.fn))
+    assert taken.keys() <= OPTIONS.keys()
+    for name, each in taken.items():
+        kind = searched[name] if name in PARSED else planned[name]
+        is_other = {(resume, "experiment"), (resume, "trainable"), (run_trial, "experiment")} & {(called, name)}
+        assert is_other or kinds[name] in (kind, kind | None), name
+        is_replaced = called is resume and OPTIONS[name].stored
+        assert is_other or each.default == (None if is_replaced else KEPT[name]), name
+
+
+@pytest.mark.parametrize("called", BESIDE, ids=lambda called: called.name)
+def test_each_parameter_has_its_line_in_the_docstring_which_is_its_help_in_the_form(called: Any) -> None:
+    assert parameter_docstrings(getdoc(called.fn)).keys() == signature(called.fn).parameters.keys()
 
 
 class _NeverSaved(pt.Trainable):

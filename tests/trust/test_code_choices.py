@@ -9,17 +9,24 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
-from prefect_tune.trust import DATA_ONLY, code_choices, examined_settings
+from prefect_tune.parameters.options import Stored
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settings
+from prefect_tune.trust import _FINDERS, code_choices
 
 
 def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[tuple[str, str | None]]:
     return [(each.parameter, each.name) for each in code_choices(settings, learned)]
 
 
-def test_each_setting_of_a_journal_is_examined_or_is_known_to_be_data() -> None:
-    assert DATA_ONLY.isdisjoint(examined_settings())
-    assert {*DATA_ONLY, *examined_settings()} == SearchPlan.model_fields.keys() - OF_THE_RUN
+def test_each_option_that_is_declared_as_a_choice_is_examined() -> None:
+    assert {name for name, option in OPTIONS.items() if option.stored is Stored.CHOICE} == _FINDERS.keys()
+
+
+def test_a_resume_takes_nothing_of_one_run_from_the_journal() -> None:
+    of_the_run = {name: "of a journal" for name, option in OPTIONS.items() if option.stored is None}
+    run = {"target": "/runs", "experiment": "e"}
+    plan = from_settings({"trainable": "json:loads", **of_the_run}, run, {})
+    assert plan == SearchPlan(trainable="json:loads", **run)
 
 
 def test_a_search_that_is_all_data_chooses_nothing() -> None:

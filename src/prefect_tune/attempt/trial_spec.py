@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal
 
-from prefect_tune.blocks import StorageTarget, SyncConfig
+from pydantic import ConfigDict, PlainValidator, WithJsonSchema
+
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
@@ -19,22 +21,19 @@ from prefect_tune.core.journal_events.experiment_events import Quarantined
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.runtime.load_named import pickled
-
-Reuse: TypeAlias = Literal["auto", "never"]
-"""How trials share the import of their trainable's module.
-
-- `auto`: one process imports it; trials are forked from that process, if its forks are safe.
-- `never`: each trial's process imports it.
-
-Elsewhere than on Linux, each trial's process imports it.
-"""
+from prefect_tune.runtime.trainable import Reuse
 
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """How a trial is trained and where its checkpoints are stored: the same for all its attempts."""
+    """How a trial is trained and where its checkpoints are stored: the same for all its attempts.
 
-    target: StorageTarget
+    As a parameter of the flow `train_trial`, made by `spec_as_parameters`, its target is the text that names it.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    target: Annotated[StorageTarget, PlainValidator(resolve_target), WithJsonSchema({"type": "string"})]
     trial: TrialKey
     trainable: str
     """As `pickled_or_path` returns it."""
@@ -43,7 +42,7 @@ class TrialSpec:
     """Whether the stopper looks back further than the last report."""
     cadence: Cadence = field(default_factory=Cadence)
     retention: Retention = field(default_factory=Retention)
-    sync: SyncConfig = field(default_factory=SyncConfig)
+    sync: Annotated[SyncConfig, WithJsonSchema({"type": "object"})] = field(default_factory=SyncConfig)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """The trainable's name: another trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"

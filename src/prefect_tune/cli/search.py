@@ -19,10 +19,10 @@ from prefect_tune.cli.search_options import (
     RESUME,
     RUN,
     checked,
-    flag_of,
     object_from,
     parameters_from,
     resume_command,
+    resume_flag_of,
     search_in_this_process,
     space_from,
     takes,
@@ -65,7 +65,7 @@ def run(
       --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20
       --scheduler '{"ASHA": {"max_t": 100}}'
     """
-    space = space_from(options.pop("space"), options.pop("settings") or ())
+    space = space_from(options.pop("space"), options.pop("set") or ())
     named = {"trainable": trainable, "target": target, "experiment": experiment}
     parameters = {"space": space, **named, **parameters_from(options)}
     again = resume_command(target, experiment, trainable)
@@ -81,14 +81,24 @@ def _tuned(parameters: Mapping[str, Any]) -> Results:
 
 @command
 @takes(RESUME)
-def resume(target: Target, experiment: ExperimentName, *, as_json: AsJson = False, **options: Any) -> None:
+def resume(
+    target: Target,
+    experiment: ExperimentName,
+    fork: Annotated[str | None, asks("--fork", "NAME", "Resume a copy of EXPERIMENT under this name.")] = None,
+    at: Annotated[int | None, asks("--at", "ENTRY", "Fork at this journal entry. Default: the last.")] = None,
+    *,
+    as_json: AsJson = False,
+    **options: Any,
+) -> None:
     """Resume the search EXPERIMENT with the settings in its journal; options given here replace them.
 
     It never starts a new experiment.
     A space given here replaces the whole earlier one.
     """
-    space = space_from(options.pop("space"), options.pop("settings") or ())
-    parameters = {"target": target, **({"space": space} if space else {}), **parameters_from(options)}
+    space = space_from(options.pop("space"), options.pop("set") or ())
+    asked = {"fork": fork, "at": at, "space": space or None}
+    given = {name: value for name, value in asked.items() if value is not None}
+    parameters = {"target": target, **given, **parameters_from(options)}
     again = resume_command(target, parameters.get("fork", experiment), parameters.get("trainable"))
     search_in_this_process(lambda: _resumed(experiment, parameters), again, as_json=as_json)
 
@@ -120,10 +130,10 @@ def _resumed(experiment: str, parameters: Mapping[str, Any]) -> Results:
     try:
         found: Results = flow(experiment, **_possible(experiment, parameters))
     except NotInJournal as error:
-        raise InvalidInput(
-            f"the journal of experiment {experiment!r} does not store {', '.join(map(repr, error.names))}; pass "
-            f"{' '.join(map(flag_of, error.names))}"
-        ) from error
+        flags = [resume_flag_of(name) for name in error.names]
+        how = f"pass {' '.join(filter(None, flags))}" if all(flags) else "call pt.resume(...) in code, and pass it"
+        names = ", ".join(map(repr, error.names))
+        raise InvalidInput(f"the journal of experiment {experiment!r} does not store {names}; {how}") from error
     return found
 
 

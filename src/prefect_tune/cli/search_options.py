@@ -15,16 +15,22 @@ from enum import Enum, StrEnum
 from inspect import Parameter, signature
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from types import GenericAlias, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import typer
 
 from prefect_tune.cli.app import short_errors
 from prefect_tune.cli.inspect import show_search
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.messages.live_status import ExperimentView
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.texts import did_you_mean, visible
+from prefect_tune.parameters.options import Flag, Panel, flags_of
+from prefect_tune.parameters.search_plan import SearchPlan
 
 if TYPE_CHECKING:
     from prefect_tune.results import Results
@@ -188,42 +194,6 @@ def spelling_from(text: str | None, option: str) -> str | Mapping[str, Any] | No
 
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
-_Mode = StrEnum("_Mode", ["min", "max"])
-_Trials = StrEnum("_Trials", ["tasks", "deployment"])
-_Isolation = StrEnum("_Isolation", ["process", "thread"])
-_Reuse = StrEnum("_Reuse", ["auto", "never"])
-_Resume = StrEnum("_Resume", ["auto", "must", "never"])
-_OnCodeChange = StrEnum("_OnCodeChange", ["warn", "refuse"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Option:
-    """An option of the command line. Unless it is given, the parameter keeps the flow's default."""
-
-    about: str
-    metavar: str | None = None
-    flag: str | None = None
-    """By default the parameter's name: `--time-budget-seconds`."""
-    kind: Any = str
-    at_least: int | None = None
-    default: object = None
-    sets: str | None = None
-    """The flow's parameter, where the option has another name."""
-    read: Callable[[Any], object] = lambda given: given.value if isinstance(given, Enum) else given
-    """Makes the parameter's value; None leaves the flow's default."""
-
-    def parameter(self, name: str, panel: str) -> Parameter:
-        """Return the command's parameter, as typer reads it."""
-        info = typer.Option(
-            self.flag or f"--{name.replace('_', '-')}",
-            metavar=self.metavar,
-            help=self.about,
-            show_default=False,
-            min=self.at_least,
-            rich_help_panel=panel,
-        )
-        kind = self.kind | None if self.default is None else self.kind
-        return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=self.default, annotation=Annotated[kind, info])
 
 
 def _one_or_more(given: Sequence[str]) -> object:
@@ -231,26 +201,7 @@ def _one_or_more(given: Sequence[str]) -> object:
     return plain[0] if len(plain) == 1 else plain
 
 
-def _seconds(option: str, about: str) -> _Option:
-    """Return an option of seconds, which refuses nan and inf."""
-
-    def read(given: float) -> float:
-        if isfinite(given):
-            return given
-        raise InvalidInput(f"{option}: expected a finite number of seconds, found {given:g}")
-
-    return _Option(metavar="S", kind=float, read=read, about=about)
-
-
-def _cadence(steps: int) -> object:
-    from prefect_tune.core.checkpoints.cadence import Cadence
-
-    return Cadence(every_steps=steps)
-
-
 def _retention(last: int | None, best: int | None, metrics: Sequence[str], modes: Sequence[str]) -> object:
-    from prefect_tune.core.experiment.retention import Retention
-
     if best is None:
         return Retention(last=last)
     if not metrics:
@@ -259,162 +210,92 @@ def _retention(last: int | None, best: int | None, metrics: Sequence[str], modes
     return Retention(last=last, best=best, metric=metrics[0], mode=mode)
 
 
-def _failures(count: int) -> object:
-    from prefect_tune.core.experiment.failure_policy import FailurePolicy
-
-    return FailurePolicy(max_failures=count) if count else None
+# The flags that `SearchPlan` declares: as parameters of a command, in messages, and what they set.
 
 
-_OPTIONS: Mapping[str, _Option] = {
-    "space": _Option(metavar="FILE", kind=Path, about="The space, as JSON or YAML."),
-    "settings": _Option(metavar="NAME=VALUE", flag="--set", kind=list[str], about="A parameter: n=choice(1,2)."),
-    "metric": _Option(metavar="NAME", kind=list[str], read=_one_or_more, about="What trials are compared by."),
-    "mode": _Option(metavar="min|max", kind=list[_Mode], read=_one_or_more, about="Its direction. Default: min."),
-    "num_samples": _Option(
-        metavar="N", kind=int, at_least=1, about="Trials; with a grid, per point. Default: 10; grid alone: 1."
-    ),
-    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="N new samples, in place of a total."),
-    "scheduler": _Option(
-        metavar="JSON",
-        read=lambda text: spelling_from(text, "--scheduler"),
-        about="Stops poor trials early.",
-    ),
-    "search": _Option(
-        metavar="JSON",
-        read=lambda text: spelling_from(text, "--search"),
-        about="Default: random and grid.",
-    ),
-    "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from the trials of this experiment."),
-    "seed": _Option(metavar="N", kind=int, at_least=0, about="Seed of all draws. Default: from EXPERIMENT."),
-    "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="Ends a trial; or MODULE:NAME."),
-    "max_concurrent_trials": _Option(metavar="N", kind=int, about="Default: one per CPU."),
-    "time_budget_seconds": _seconds("--time-budget-seconds", "After S seconds save all trials and end."),
-    "checkpoint_every": _Option(
-        metavar="STEPS",
-        kind=int,
-        at_least=1,
-        sets="checkpoint",
-        read=_cadence,
-        about="Save every STEPS steps. Default: every 60 s, and at the end.",
-    ),
-    "keep_last": _Option(
-        metavar="N",
-        kind=int,
-        at_least=1,
-        sets="retention",
-        about="Newest checkpoints to keep per trial. Default: all.",
-    ),
-    "keep_best": _Option(
-        metavar="N",
-        kind=int,
-        at_least=1,
-        sets="retention",
-        about="Best checkpoints to keep per trial, by the first --metric.",
-    ),
-    "max_failures": _Option(
-        metavar="N",
-        kind=int,
-        at_least=0,
-        sets="failures",
-        read=_failures,
-        about="Retries of a trial that raised. Default: 0.",
-    ),
-    "fail_fast": _Option(kind=bool, default=False, about="Stop at the first trial that errors."),
-    "callbacks": _Option(metavar="MODULE:NAME", flag="--callback", kind=list[str], about="A callback for the search."),
-    "trials": _Option(
-        metavar="WHERE",
-        kind=_Trials,
-        default=_Trials.tasks,
-        about="tasks (default): in this run; deployment: a flow run each.",
-    ),
-    "trial_deployment": _Option(metavar="NAME", about="Deployment for --trials deployment."),
-    "trial_job_variables": _Option(
-        metavar="NAME=VALUE",
-        flag="--job-variable",
-        kind=list[str],
-        read=lambda given: values_from(given, "--job-variable"),
-        about="Job variable of each run of that deployment.",
-    ),
-    "trial_tags": _Option(
-        metavar="TAG", flag="--tag", kind=list[str], about="Tag of each task run, for Prefect's tag limits."
-    ),
-    "concurrency_limits": _Option(
-        metavar="NAME", flag="--concurrency-limit", kind=list[str], about="Global limit that each attempt waits for."
-    ),
-    "resources_per_trial": _Option(
-        metavar="NAME=N",
-        flag="--resource",
-        kind=list[str],
-        read=lambda given: numbers_from(given, "--resource"),
-        about="Of a trial: gpu=0.5 or cpu=2.",
-    ),
-    "isolation": _Option(
-        metavar="WHAT",
-        kind=_Isolation,
-        default=_Isolation.process,
-        about="process (default): one for each trial; thread: for debuggers.",
-    ),
-    "reuse": _Option(metavar="HOW", kind=_Reuse, default=_Reuse.auto, about="Share imports: auto (default) or never."),
-    "grace_period_seconds": _seconds("--grace-period-seconds", "Time to save after a stop signal. Default: 25."),
-    "silence_timeout_seconds": _seconds("--silence-timeout-seconds", "Restart a trial after S without a report."),
-    "resume": _Option(
-        metavar="HOW",
-        kind=_Resume,
-        default=_Resume.auto,
-        about="auto (default); must: EXPERIMENT exists; never: it is new.",
-    ),
-    "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
-    "only_errored": _Option(
-        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry errored trials only."
-    ),
-    "on_code_change": _Option(
-        metavar="WHAT",
-        kind=_OnCodeChange,
-        default=_OnCodeChange.warn,
-        about="If the code has changed: warn (default), or refuse.",
-    ),
-    "fork": _Option(metavar="NAME", about="Resume a copy of EXPERIMENT under this name."),
-    "at": _Option(metavar="ENTRY", kind=int, about="Fork at this journal entry. Default: the last."),
-    "total_samples": _Option(
-        metavar="N",
-        flag="--num-samples",
-        kind=int,
-        at_least=1,
-        sets="num_samples",
-        about="New --num-samples, not fewer than now: of trials, with a grid per point.",
-    ),
-    "trainable": _Option(metavar="MODULE:NAME", about="Replaces the one in the journal; required on a bucket."),
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A flag, and the option of the search that it sets."""
+
+    option: str
+    flag: Flag
+
+    @property
+    def kind(self) -> Any:
+        """The type of its values, as typer reads it."""
+        if self.flag.at_least is not None:
+            return int
+        kind = self.flag.kind or _without_none(SearchPlan.model_fields[self.option].annotation)
+        if get_origin(kind) is list:
+            return GenericAlias(list, (_typer_kind(get_args(kind)[0]),))
+        return list[str] if get_origin(kind) is Mapping else _typer_kind(kind)
+
+    def parameter(self, panel: str) -> Parameter:
+        """Return the command's parameter, as typer reads it."""
+        flag = self.flag
+        info = typer.Option(
+            flag.flag,
+            metavar=flag.metavar,
+            help=flag.help,
+            show_default=False,
+            min=flag.at_least,
+            rich_help_panel=panel,
+        )
+        kind = self.kind if self.kind is bool else self.kind | None
+        default = False if kind is bool else None
+        return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, info])
+
+    def read(self, given: Any) -> object:
+        """Return the option's value; None for its default."""
+        if self.flag.name in _READERS:
+            return _READERS[self.flag.name](given)
+        if isinstance(given, float) and not isfinite(given):
+            raise InvalidInput(f"{self.flag.flag}: expected a finite number of seconds, found {given:g}")
+        return given.value if isinstance(given, Enum) else given
+
+
+def _without_none(kind: Any) -> Any:
+    """Return the type of an option that is given: without None, and without what validates it."""
+    kinds = [each for each in get_args(kind) if each is not type(None)]
+    given = kinds[0] if get_origin(kind) in (Union, UnionType) and len(kinds) == 1 else kind
+    return get_args(given)[0] if get_origin(given) is Annotated else given
+
+
+def _typer_kind(kind: Any) -> Any:
+    """Return the type for typer: choices for words, text for what has a form of its own."""
+    if get_origin(kind) is Literal:
+        return StrEnum("Choice", [(word, word) for word in get_args(kind)])
+    return kind if kind in (int, float, bool, Path) else str
+
+
+_READERS: Mapping[str, Callable[[Any], object]] = {
+    "metric": _one_or_more,
+    "mode": _one_or_more,
+    "scheduler": lambda text: spelling_from(text, "--scheduler"),
+    "search": lambda text: spelling_from(text, "--search"),
+    "stop": stop_from,
+    "resource": lambda given: numbers_from(given, "--resource"),
+    "job_variable": lambda given: values_from(given, "--job-variable"),
+    "checkpoint_every": lambda steps: Cadence(every_steps=steps),
+    "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
+    "only_errored": lambda _: "only",
 }
-RUN: Mapping[str, Sequence[str]] = {
-    "Options": (
-        *("settings", "space", "metric", "mode", "num_samples", "scheduler", "search", "stop"),
-        *("max_concurrent_trials", "resources_per_trial"),
-    ),
-    "Checkpoints and failures": (
-        *("checkpoint_every", "keep_last", "keep_best", "max_failures", "fail_fast"),
-        *("silence_timeout_seconds", "grace_period_seconds"),
-    ),
-    "More on the search": ("samples_per_run", "seed", "warm_start", "time_budget_seconds", "callbacks"),
-    "If EXPERIMENT exists": ("resume", "rerun_errored", "only_errored", "on_code_change"),
-    "Where trials run": (
-        *("trials", "trial_deployment", "trial_job_variables", "trial_tags", "concurrency_limits"),
-        *("isolation", "reuse"),
-    ),
-}
-"""The options of `run` by panel of its help, the common ones first."""
-RESUME: Mapping[str, Sequence[str]] = {
-    "Options": (
-        *("fork", "at", "rerun_errored", "only_errored", "total_samples", "samples_per_run", "stop", "settings"),
-        *("space", "max_concurrent_trials", "time_budget_seconds", "trainable", "scheduler", "search", "callbacks"),
-    )
-}
+"""What makes the value of an option of other flags than numbers, words and lists of text."""
+_SETTINGS = [_Setting(option, flag) for option, flags in flags_of(SearchPlan).items() for flag in flags]
+_BY_NAME = {each.flag.name: each for each in _SETTINGS}
+RUN = [(panel, each) for panel in Panel for each in _SETTINGS if each.flag.panel is panel]
+"""The options of `run` with their panels of its help, the common ones first."""
+RESUME = [
+    (Panel.SEARCH, each)
+    for each in sorted(_SETTINGS, key=lambda each: each.flag.resume_place or 0)
+    if each.flag.resume_place
+]
 """Those of `resume`."""
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of the option `name`, with its metavar, for messages."""
-    option = _OPTIONS[name]
-    return f"{option.flag or '--' + name.replace('_', '-')} {option.metavar}"
+def resume_flag_of(option: str) -> str | None:
+    """Return the flag of `resume` that sets an option, with its metavar, for messages; None without any."""
+    return next((f"{each.flag.flag} {each.flag.metavar}" for _, each in RESUME if each.option == option), None)
 
 
 def with_flags(message: str) -> str:
@@ -427,16 +308,16 @@ def with_flags(message: str) -> str:
     return _PARAMETER.sub(flag, message)
 
 
-def _flags() -> Mapping[str, str]:
-    """Return by parameter of the flow the flag that sets it, where it is one flag that does."""
-    found: dict[str, set[str]] = {}
-    for name, option in _OPTIONS.items():
-        parameter = name if option.sets is None or option.sets in _OPTIONS else option.sets
-        found.setdefault(parameter, set()).add(option.flag or f"--{name.replace('_', '-')}")
-    return {name: next(iter(flags)) for name, flags in found.items() if len(flags) == 1}
+def _flag_of_all() -> Mapping[str, str]:
+    """Return by parameter of a flow the one flag that sets it: of several, that of its name."""
+    found = {"fork": "--fork", "at": "--at"}
+    for option, flags in flags_of(SearchPlan).items():
+        if of_its_name := [each for each in flags if each.name == option or len(flags) == 1]:
+            found[option] = of_its_name[0].flag
+    return found
 
 
-_FLAGS = _flags()
+_FLAGS = _flag_of_all()
 _SEVERAL_WORDS = "|".join(name for name in _FLAGS if "_" in name)
 _PARAMETER = re.compile(
     # With its value; at the start of a message, before a colon; or of several words, and so a parameter anywhere.
@@ -445,17 +326,19 @@ _PARAMETER = re.compile(
 )
 
 
-def takes(panels: Mapping[str, Sequence[str]]) -> Callable[[_Command], _Command]:
-    """Return a decorator: the command, a function of `**options`, takes these options before its own flags."""
+def takes(settings: Sequence[tuple[Panel, _Setting]]) -> Callable[[_Command], _Command]:
+    """Return a decorator: the command, a function of `**options`, takes these before its keyword-only parameters."""
 
     def decorated(command: _Command) -> _Command:
         own = [each for each in signature(command, eval_str=True).parameters.values() if each.name != "options"]
-        arguments = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in own]
-        required = [each for each in arguments if each.default is each.empty]
-        options = [_OPTIONS[name].parameter(name, panel) for panel, names in panels.items() for name in names]
-        flags = [each for each in arguments if each.default is not each.empty]
+        last = [each for each in own if each.kind is Parameter.KEYWORD_ONLY]
+        options = [each.parameter(panel) for panel, each in settings]
         command.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # typer reads it
-            parameters=[*required, *options, *flags]
+            parameters=[
+                *(each for each in own if each not in last),
+                *options,
+                *(each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in last),
+            ]
         )
         return command
 
@@ -470,7 +353,7 @@ def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
     last, best = given.pop("keep_last", None), given.pop("keep_best", None)
-    read = {_OPTIONS[name].sets or name: _OPTIONS[name].read(value) for name, value in given.items()}
+    read = {_BY_NAME[name].option: _BY_NAME[name].read(value) for name, value in given.items()}
     if last or best:
         read["retention"] = _retention(last, best, given.get("metric", []), given.get("mode", []))
     return {name: value for name, value in read.items() if value is not None}
@@ -491,7 +374,6 @@ def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     from prefect_tune.blocks.resolve_target import validate_target
     from prefect_tune.parameters.import_check import require_importable
     from prefect_tune.parameters.search_limits import require_one_count
-    from prefect_tune.parameters.search_plan import SearchPlan
     from prefect_tune.runtime.load_named import load_named
     from prefect_tune.tuner.warm_start import source_names
 

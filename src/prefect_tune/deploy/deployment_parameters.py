@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 from uuid import UUID
 
 from jsonschema.exceptions import ValidationError as SchemaError
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.schema_tools.validation import ValidationError, validate
+from pydantic import AfterValidator, BeforeValidator
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.models import valid_name
-from prefect_tune.core.resources import resources_of
-from prefect_tune.core.search.objective import objective_of
-from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.parameters.argument_checks import import_string, stopper_for
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
+from prefect_tune.parameters.json_specs import with_samples
 from prefect_tune.parameters.search_limits import require_one_count
-from prefect_tune.parameters.search_plan import resuming, valid_bound
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
 from prefect_tune.stores.open_location import BLOCK_SLUG
 from prefect_tune.trust import trusted_here
 from prefect_tune.tuner.run_search import begun
@@ -76,9 +75,8 @@ def checked(
     if isinstance(sync := found.get("sync"), Mapping):
         found["sync"] = _sync(sync, blocks)
     _require_fits(found, schema)
-    _require_meaning(found)
-    if complete and "metric" in schema["properties"]:
-        _require_begin(found)
+    is_resume = "trials" not in schema["properties"]  # whose journal has the other settings
+    _require_meaning(found, complete=complete and not is_resume, is_resume=is_resume)
     return found
 
 
@@ -172,53 +170,44 @@ def _saved(reference: object, where: str, blocks: Blocks) -> str:
     return found
 
 
-def _require_meaning(found: Mapping[str, Any]) -> None:
-    """Refuse now what a run would refuse at its start; code that runs import need not be installed here."""
-    given = {name: value for name, value in found.items() if value is not None}
-    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
-    objective_of(given.get("metric"), given.get("mode", "min"))
-    if "num_samples" in given and "search" not in given:
-        RandomSearch(given["num_samples"])
-    for name, mean in _MEANINGS.items():
-        if name in given:
-            mean(given[name])
-    if "search" in given:
-        with_samples(search_from(given["search"]), given.get("num_samples"))
-
-
-def _require_begin(found: Mapping[str, Any]) -> None:
-    """Require all that the search and the scheduler need to start, such as a metric: a scheduled run shows no form."""
-    objective = objective_of(found.get("metric"), found.get("mode") or "min")
-    if found.get("search") is not None:
-        count = found.get("num_samples") or found.get("samples_per_run")
-        with_samples(search_from(found["search"]), count).begin(_space(found.get("space") or {}), objective, seed=0)
-    if found.get("scheduler") is not None:
-        begun(scheduler_from(found["scheduler"]), objective, seed=0)
-
-
 def _space(space: Mapping[str, Any]) -> Mapping[str, object]:
     return space_from_json(space, load=lambda name: lambda _: name)
 
 
-def _stop(stop: object) -> None:
-    if isinstance(stop, str) and ":" in stop:
-        import_string(stop, "stop")
-    else:
-        stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
+def _named_as(where: str) -> Callable[[str], str]:
+    return lambda name: ":".join(import_string(name, where))
 
 
-# In order of validation. Import strings are checked for their form only: the code is installed where the runs are.
-_MEANINGS: Mapping[str, Callable[[Any], object]] = {
-    "experiment": valid_name,
-    "trainable": lambda name: import_string(name, "trainable"),
-    "space": _space,
-    "scheduler": scheduler_from,
-    "stop": _stop,
-    "max_concurrent_trials": valid_bound,
-    "resources_per_trial": lambda given: resources_of(given, "resources_per_trial"),
-    "resources_total": lambda given: resources_of(given, "resources_total"),
-    "callbacks": lambda names: [import_string(each, "callback") for each in names],
-    "warm_start": source_names,
-    "trusted_packages": trusted_here,
-    "resume": resuming,
-}
+class _DeployedPlan(SearchPlan):
+    """The plan of a deployment's runs: their code is installed there, so here only the form of its name is checked."""
+
+    trainable: Annotated[str, AfterValidator(_named_as("trainable"))] = "later:Later"
+    target: Any = None  # like `sync`, it is checked above
+    space: Annotated[Mapping[str, Any], BeforeValidator(_space)] | None = None
+    experiment: Annotated[str, AfterValidator(valid_name)] = "later"
+    sync: Any = None
+    warm_start: Annotated[list[Any], AfterValidator(source_names)] | None = None
+    callbacks: list[Annotated[str, AfterValidator(_named_as("callback"))]] | None = None
+
+    @property
+    def stopper(self) -> Stopper:
+        if isinstance(self.stop, str) and ":" in self.stop:
+            import_string(self.stop, "stop")
+            return stopper_for(None)  # the run imports it
+        return super().stopper
+
+
+def _require_meaning(found: Mapping[str, Any], *, complete: bool, is_resume: bool) -> None:
+    """Refuse now what a run would refuse at its start; `complete` requires all that it needs, such as a metric."""
+    given = {name: value for name, value in found.items() if value is not None}
+    if is_resume and "trial_job_variables" in given:
+        given["trials"] = "deployment"
+    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
+    if "trusted_packages" in given:
+        trusted_here(given["trusted_packages"])
+    plan = _DeployedPlan(**{name: value for name, value in given.items() if name in OPTIONS})
+    if complete and plan.search is not None:
+        search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
+        search.begin(plan.space or {}, plan.objective, seed=0)
+    if complete and plan.scheduler is not None:
+        begun(plan.scheduler, plan.objective, seed=0)

@@ -28,7 +28,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
-from prefect_tune.executors.remote_link import StoreLink, TrialParameters, request_as_parameters
+from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
 from prefect_tune.executors.trial_executor import attempt_of, error_in
 from prefect_tune.prefect_api.api_errors import is_temporary
 
@@ -106,7 +106,7 @@ class DeploymentLauncher:
         Raises:
             InvalidInput: there is no such deployment, or the specification has no form as JSON parameters.
         """
-        TrialParameters.of(spec)
+        spec_as_parameters(spec)
         try:
             with get_client(sync_client=True) as client:
                 client.read_deployment_by_name(self._deployment)
@@ -127,7 +127,7 @@ class DeploymentLauncher:
         Raises PrefectException, httpx.HTTPError, OSError: the API refuses, or is unavailable for 5 minutes.
         """
         parameters: dict[str, object] = {
-            "parameters": TrialParameters.of(spec).model_dump(mode="json"),
+            "parameters": spec_as_parameters(spec),
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }

@@ -20,11 +20,12 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect_tune.attempt.processes.process_channel import AS_IT_IS
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse, pickled_or_path
+from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.errors import TuneError
 from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import max_workers_of
+from prefect_tune.runtime.trainable import Reuse
 
 _LATER = {"target": ".", "experiment": "prestart", "sync": None, "callbacks": None}
 """Parameters that the processes do not depend on: what they were given may be on the server."""

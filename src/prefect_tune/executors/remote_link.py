@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,83 +17,42 @@ from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
 from prefect_tune.attempt.search_link import Answer, AnsweringLink, StepReported
-from prefect_tune.attempt.trial_spec import AttemptRequest, Reuse, TrialSpec
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
-from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events.experiment_events import Event, Started
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
-from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.monitoring.live_status import LiveStatusObserver
+from prefect_tune.runtime.trainable import Reuse
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
 
+_specs: TypeAdapter[TrialSpec] = TypeAdapter(TrialSpec)
 _orders: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
 
 
 _AS_TEXT = "json"
 
 
-class TrialParameters(Value):
-    """A `TrialSpec` as flow run parameters: without secrets, and valid in any process."""
+def spec_as_parameters(spec: TrialSpec) -> dict[str, Any]:
+    """Return `spec` as a parameter, as `train_trial` takes it: without secrets, and valid in any process.
 
-    target: str
-    trial: TrialKey
-    trainable: str
-    stopper: str
-    needs_curve: bool
-    cadence: Cadence
-    retention: Retention
-    sync: dict[str, Any]
-    fingerprint: dict[str, str]
-    grace_period_seconds: float
-    silence_timeout_seconds: float | None
-    tags: tuple[str, ...] = ()
-    concurrency_limits: tuple[str, ...] = ()
-    reuse: Reuse = "auto"
-
-    @classmethod
-    def of(cls, spec: TrialSpec) -> TrialParameters:
-        """Return the parameters of `spec`.
-
-        Raises:
-            InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
-        """
-        if ":" not in spec.trainable:
-            raise InvalidInput(
-                "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
-            )
-        if spec.isolation != "process":
-            raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
-        return cls(
-            **{name: getattr(spec, name) for name in _same_names()},
-            target=target_reference(spec.target),
-            sync=spec.sync.parameters(),
-            grace_period_seconds=spec.grace.total_seconds(),
-            silence_timeout_seconds=spec.silence.total_seconds() if spec.silence else None,
+    Raises:
+        InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
+    """
+    if ":" not in spec.trainable:
+        raise InvalidInput(
+            "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
         )
-
-    def spec(self) -> TrialSpec:
-        """Return the specification of these parameters."""
-        silence = self.silence_timeout_seconds
-        return TrialSpec(
-            **{name: getattr(self, name) for name in _same_names()},
-            target=resolve_target(self.target),
-            sync=SyncConfig.model_validate(self.sync),
-            grace=timedelta(seconds=self.grace_period_seconds),
-            silence=None if silence is None else timedelta(seconds=silence),
-            apart=True,
-        )
-
-
-def _same_names() -> Collection[str]:
-    """Return the fields that are the same in both."""
-    return TrialParameters.model_fields.keys() & {each.name for each in fields(TrialSpec)} - {"target", "sync"}
+    if spec.isolation != "process":
+        raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
+    plain = _specs.dump_python(spec, mode="json", exclude={"target", "sync"})
+    return {**plain, "target": target_reference(spec.target), "sync": spec.sync.parameters()}
 
 
 def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:

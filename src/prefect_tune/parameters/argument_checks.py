@@ -1,29 +1,29 @@
-"""Checks of a flow's arguments, before any work starts."""
+"""Checks of a flow's arguments, before any work starts. Imported by the command line's help: no Prefect at the top."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
+import linecache
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound
-from prefect.runtime import flow_run
-from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
-
-from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper, of_experiment
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import valid_name
+from prefect_tune.core.models import digest_of, valid_name
 from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.parameters.json_specs import stop_from
 from prefect_tune.runtime.load_named import import_advice
 from prefect_tune.runtime.trainable import require_trainable
+
+if TYPE_CHECKING:
+    from prefect.task_runners import TaskRunner
 
 _SIMILAR = 0.8  # of hundreds of modules, one is always a little similar
 
@@ -34,7 +34,11 @@ def experiment_name(given: str | None) -> str:
     Raises:
         InvalidInput: the name cannot be a folder on every target.
     """
-    return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
+    if given is not None:
+        return valid_name(given)
+    from prefect.runtime import flow_run
+
+    return valid_name(str(flow_run.root_flow_run_id or flow_run.id))
 
 
 def storable_config(config: object) -> dict[str, object]:
@@ -59,6 +63,9 @@ def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
         InvalidInput: a limit does not exist.
     """
     if names:
+        from prefect.client.orchestration import get_client
+        from prefect.exceptions import ObjectNotFound
+
         with get_client(sync_client=True) as client:
             for name in names:
                 try:
@@ -118,6 +125,52 @@ def name_of(trainable: object) -> Mapping[str, str]:
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
+def code_of(trainable: object) -> str:
+    """Return a digest of the source of a class or function, or of `package.module:Name`, whose file is not imported.
+
+    Empty if the source is not available. It covers this one definition: a change in code that it calls is not
+    detected.
+    """
+    try:
+        source = _source_named(trainable) if isinstance(trainable, str) else _source_of(trainable)
+    except (TypeError, OSError, SyntaxError, ValueError, ImportError, SystemError):  # the last: see `trial_process`
+        return ""
+    return digest_of(source.encode())[:16] if source else ""
+
+
+def _source_of(trainable: object) -> str:
+    try:
+        return inspect.getsource(trainable)  # type: ignore[arg-type]  # its TypeError is for the caller
+    except (TypeError, OSError):
+        if isinstance(trainable, type):
+            return _source_in_cell(trainable)
+        raise
+
+
+def _source_in_cell(trainable: type) -> str:
+    """Return the source of a class that a notebook's cell defines: `__main__` has no file, but the methods have one."""
+    methods = (each for each in vars(trainable).values() if inspect.isfunction(each))
+    files = dict.fromkeys(each.__code__.co_filename for each in methods)
+    texts = ("".join(linecache.getlines(file)) for file in files)
+    return next((found for text in texts if (found := _definition_in(text, trainable.__name__))), "")
+
+
+def _source_named(name: str) -> str:
+    module, _, attribute = name.partition(":")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.origin:
+        return ""
+    return _definition_in(Path(spec.origin).read_text(encoding="utf-8"), attribute)
+
+
+def _definition_in(text: str, name: str) -> str:
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
+    return ""
+
+
 def _importable(name: str) -> str:
     module, _ = import_string(name, "trainable")
     missing: str | None = None
@@ -136,6 +189,8 @@ def _importable(name: str) -> str:
 
 
 def _where_to_install() -> str:
+    from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
+
     if is_in_run_of_deployment():
         return (
             "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
@@ -157,6 +212,9 @@ def _near(module: str) -> str:
 
 def runner_elsewhere() -> TaskRunner[Any] | None:
     """Return the flow's task runner; None if it is a thread pool of this process."""
+    from prefect.context import FlowRunContext
+    from prefect.task_runners import ThreadPoolTaskRunner
+
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner

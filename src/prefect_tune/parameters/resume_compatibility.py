@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import canonical_json, metric_in, plural
 from prefect_tune.journal_access import no_experiment_at, read_known
 from prefect_tune.parameters.argument_checks import name_of
-from prefect_tune.parameters.search_plan import Resuming, SearchPlan, only_in_code
+from prefect_tune.parameters.search_plan import OPTIONS, Resuming, SearchPlan, only_in_code
 
 # Whether a trainable's source has changed since its experiment last trained, and what a resume does about that.
 
@@ -82,12 +82,6 @@ KEEPS_CONFIGURATIONS = (
     "another experiment name"
 )
 
-_FIXED = {
-    "metric": "earlier decisions compared trials by the first one",
-    "mode": "earlier decisions ranked trials in the other direction",
-    "seed": "a search with another seed does not reproduce the earlier proposals",
-}
-
 
 def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     """Require that the journal's earlier decisions keep their meaning under these settings.
@@ -100,7 +94,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
     require_goes_on(state)
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
-    for name, why in _FIXED.items():
+    for name, why in {name: option.fixed for name, option in OPTIONS.items() if option.fixed}.items():
         before, now = _meaning(name, state.settings), _meaning(name, settings)
         if state.trials and before != now and (name == "seed" or _has_compared(state)):
             raise InvalidInput(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
-from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in
@@ -22,8 +24,10 @@ from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.space import valid_space
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.parameters.argument_checks import existing_limits
 from prefect_tune.parameters.json_specs import search_from
-from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
 from prefect_tune.registry import BUILT_IN
 
 # `samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs.
@@ -211,6 +215,38 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
         "the space has no distribution, so all %strials train the same configuration. To train it once: "
         "num_samples=1. Otherwise: %s",
         *(count, meant),
+    )
+
+
+# The specification of a plan's trials.
+
+
+def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
+    """Return how the trials of a search are trained, with a placeholder for the trial.
+
+    An option of the trial is a field of both, under one name.
+
+    Raises:
+        InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
+    """
+    names = OPTIONS.keys() & {each.name for each in fields(TrialSpec)}
+    of_the_trial: dict[str, Any] = {name: value for name in names if (value := getattr(plan, name)) is not None}
+    silence = plan.silence_timeout_seconds
+    meant = {
+        "trainable": pickled_or_path(plan.trainable),
+        "concurrency_limits": existing_limits(plan.concurrency_limits or ()),
+    }
+    return TrialSpec(
+        **{**of_the_trial, **meant},
+        trial=TrialKey(experiment=plan.experiment, trial="any"),
+        fingerprint=plan.fingerprint,
+        stopper=pickled_or_path(stopper),
+        needs_curve=stopper.looks_back,
+        cadence=plan.checkpoint or Cadence(),
+        grace=timedelta(seconds=plan.grace_period_seconds),
+        silence=None if silence is None else timedelta(seconds=silence),
+        tags=tuple(plan.trial_tags or ()),
+        apart=True,
     )
 
 

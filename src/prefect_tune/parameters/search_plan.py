@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
-from prefect_tune.attempt.trial_spec import Reuse, TrialSpec, pickled_or_path
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
@@ -27,53 +33,16 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import require_drawable
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.parameters.argument_checks import (
-    existing_limits,
-    experiment_name,
-    name_of,
-    stopper_for,
-    valid_trainable,
-)
-from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.argument_checks import code_of, experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
+from prefect_tune.parameters.options import Flag, Option, Panel, Stored, ValidatedParameters, first_cause, options_of
 from prefect_tune.runtime.load_named import import_path_of, load_named
-from prefect_tune.runtime.trainable import require_saves
+from prefect_tune.runtime.trainable import Reuse, require_saves
 
-# `ValidatedParameters`: the base class of the parameters of a flow or task, which are parsed and validated at once.
-
-
-class ValidatedParameters(Value):
-    """Parsed and validated parameters; the fields have the names and defaults of the parameters.
-
-    Raises:
-        InvalidInput: a parameter is invalid; the message names it.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    def __init__(self, **parameters: Any) -> None:
-        invalid: Exception | None = None
-        try:
-            super().__init__(**parameters)
-        except ValidationError as error:
-            invalid = _first_cause(error)
-        if invalid is not None:
-            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
-
-
-def _first_cause(invalid: ValidationError) -> Exception:
-    """Return the error that a validator raised; else the first of pydantic's: of values it shows only numbers."""
-    first = invalid.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Exception):
-        return cause
-    return InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}{_found(first)}")
-
-
-def _found(error: ErrorDetails) -> str:
-    return f", found {found!r}" if isinstance(found := error["input"], int | float) else ""
-
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget, SyncConfig
+else:  # the help of the command line reads this plan, and does not wait for Prefect
+    StorageTarget = SyncConfig = Any
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials run again.
 
@@ -124,20 +93,9 @@ def resuming(given: object) -> Resuming:
     return Resuming(presence.pop(), errored[0] if errored else False, local="local" in words)
 
 
-Function: TypeAlias = Callable[[Mapping[str, Any]], object]
-OF_THE_RUN = frozenset(
-    {
-        "target",
-        "experiment",
-        "resume",
-        "rerun_errored",
-        "samples_per_run",
-        "time_budget_seconds",
-        "on_code_change",
-        "resources_total",
-    }
-)
-"""Parameters of one run, which the experiment's journal does not store."""
+_DATA, _CHOICE = Stored.DATA, Stored.CHOICE
+_FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
+_Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
@@ -150,6 +108,22 @@ def valid_bound(bound: int) -> int:
     return bound
 
 
+def _target_from(target: Any) -> StorageTarget:
+    from prefect_tune.blocks import resolve_target
+
+    return resolve_target(target)
+
+
+def _sync_from(sync: object) -> SyncConfig | None:
+    from prefect_tune.blocks import SyncConfig
+
+    try:
+        return None if sync is None else SyncConfig.model_validate(sync)
+    except ValidationError as error:
+        invalid = first_cause(error, "sync")
+    raise invalid
+
+
 def space_of(space: object) -> dict[str, object]:
     """Return a space, a mapping or a dataclass, with domain objects in place of their JSON; existing objects stay.
 
@@ -157,7 +131,7 @@ def space_of(space: object) -> dict[str, object]:
         InvalidInput: it is not a valid space, or a function of a `sample_from` cannot be imported.
     """
     given = cast("Mapping[str, Any]", as_dicts(space))
-    return space_from_json(given, load=lambda name: cast("Function", load_named(name, "sample_from")))
+    return space_from_json(given, load=lambda name: cast("_Function", load_named(name, "sample_from")))
 
 
 class SearchPlan(ValidatedParameters):
@@ -170,43 +144,176 @@ class SearchPlan(ValidatedParameters):
         InvalidInput: a parameter is invalid, or does not fit another one.
     """
 
-    trainable: Annotated[Any, AfterValidator(valid_trainable)]
-    target: Annotated[InstanceOf[StorageTarget], BeforeValidator(resolve_target)]
-    space: Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None = None
-    experiment: Annotated[str, BeforeValidator(experiment_name)] = Field(default=None, validate_default=True)
-    metric: str | list[str] | None = None
-    mode: Mode | list[Mode] | None = None
+    trainable: Annotated[
+        Any,
+        AfterValidator(valid_trainable),
+        Option(_CHOICE, at_resume=True),
+        Flag("MODULE:NAME", "Replaces the one in the journal; required on a bucket.", None, resume_place=10),
+    ]
+    target: Annotated[StorageTarget, PlainValidator(_target_from), Option()]
+    space: Annotated[
+        Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None,
+        Option(_CHOICE, at_resume=True),
+        Flag("NAME=VALUE", "A parameter: n=choice(1,2).", kind=list[str], resume_place=6, flag="--set"),
+        Flag("FILE", "The space, as JSON or YAML.", kind=Path, resume_place=7),
+    ] = None
+    experiment: Annotated[str, BeforeValidator(experiment_name), Option()] = Field(default=None, validate_default=True)
+    metric: Annotated[
+        str | list[str] | None,
+        Option(_DATA, fixed="earlier decisions compared trials by the first one"),
+        Flag("NAME", "What trials are compared by.", kind=list[str]),
+    ] = None
+    mode: Annotated[
+        Mode | list[Mode] | None,
+        Option(_DATA, fixed="earlier decisions ranked trials in the other direction"),
+        Flag("min|max", "Its direction. Default: min.", kind=list[Mode]),
+    ] = None
     """As given; None means `min`."""
-    num_samples: int | None = None
-    samples_per_run: int | None = None
-    search: Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None = None
-    scheduler: Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None = None
-    seed: int | None = None
-    stop: Any = None
+    num_samples: Annotated[
+        int | None,
+        Option(_DATA, at_resume=True),
+        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1.", at_least=1),
+        Flag(
+            "N",
+            "New --num-samples, not fewer than now: of trials, with a grid per point.",
+            None,
+            at_least=1,
+            resume_place=3,
+        ),
+    ] = None
+    scheduler: Annotated[
+        Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None,
+        Option(_DATA, at_resume=True),
+        Flag("JSON", "Stops poor trials early.", resume_place=11),
+    ] = None
+    search: Annotated[
+        Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None,
+        Option(_DATA, at_resume=True),
+        Flag("JSON", "Default: random and grid.", resume_place=12),
+    ] = None
+    stop: Annotated[
+        Any,
+        Option(_CHOICE, at_resume=True),
+        Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_place=5),
+    ] = None
     """As given, for the journal; `stopper` is its meaning."""
-    max_concurrent_trials: Annotated[int, AfterValidator(valid_bound)] | None = None
-    resources_per_trial: Mapping[str, float] | None = None
-    resources_total: Mapping[str, float] | None = None
-    time_budget_seconds: _Seconds | None = None
-    checkpoint: Cadence | None = None
-    retention: Retention | None = None
-    failures: FailurePolicy | None = None
-    fail_fast: bool = False
-    sync: SyncConfig | None = None
-    callbacks: list[Any] | None = None
-    trials: Literal["tasks", "deployment"] = "tasks"
-    trial_deployment: str = "train-trial/train-trial"
-    trial_job_variables: Mapping[str, Any] | None = None
-    trial_tags: list[str] | None = None
-    concurrency_limits: list[str] | None = None
-    isolation: Literal["process", "thread"] = "process"
-    reuse: Reuse = "auto"
-    grace_period_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)] = 25
-    silence_timeout_seconds: _Seconds | None = None
-    resume: Annotated[Resuming, BeforeValidator(resuming)] = Field(default="auto", validate_default=True)
-    rerun_errored: RerunErrored = False
-    warm_start: list[str] | None = None
-    on_code_change: Literal["warn", "refuse"] = "warn"
+    max_concurrent_trials: Annotated[
+        Annotated[int, AfterValidator(valid_bound)] | None,
+        Option(_DATA, at_resume=True),
+        Flag("N", "Default: one per CPU.", resume_place=8),
+    ] = None
+    resources_per_trial: Annotated[
+        Mapping[str, float] | None,
+        Option(_DATA, at_resume=True),
+        Flag("NAME=N", "Of a trial: gpu=0.5 or cpu=2.", flag="--resource"),
+    ] = None
+    resources_total: Annotated[Mapping[str, float] | None, Option(at_resume=True)] = None
+    checkpoint: Annotated[
+        Cadence | None,
+        Option(_DATA),
+        Flag(
+            "STEPS",
+            "Save every STEPS steps. Default: every 60 s, and at the end.",
+            _FAILURES,
+            at_least=1,
+            flag="--checkpoint-every",
+        ),
+    ] = None
+    retention: Annotated[
+        Retention | None,
+        Option(_DATA),
+        Flag("N", "Newest checkpoints to keep per trial. Default: all.", _FAILURES, at_least=1, flag="--keep-last"),
+        Flag(
+            "N", "Best checkpoints to keep per trial, by the first --metric.", _FAILURES, at_least=1, flag="--keep-best"
+        ),
+    ] = None
+    failures: Annotated[
+        FailurePolicy | None,
+        Option(_DATA),
+        Flag("N", "Retries of a trial that raised. Default: 0.", _FAILURES, at_least=0, flag="--max-failures"),
+    ] = None
+    fail_fast: Annotated[bool, Option(_DATA), Flag(None, "Stop at the first trial that errors.", _FAILURES)] = False
+    silence_timeout_seconds: Annotated[
+        _Seconds | None, Option(_DATA), Flag("S", "Restart a trial after S without a report.", _FAILURES)
+    ] = None
+    grace_period_seconds: Annotated[
+        float,
+        Field(ge=0, le=MOST_SECONDS),
+        Option(_DATA),
+        Flag("S", "Time to save after a stop signal. Default: 25.", _FAILURES),
+    ] = 25
+    sync: Annotated[SyncConfig | None, PlainValidator(_sync_from), Option(_CHOICE, at_resume=True)] = None
+    samples_per_run: Annotated[
+        int | None,
+        Option(at_resume=True),
+        Flag("N", "N new samples, in place of a total.", _MORE, at_least=1, resume_place=4),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Option(_DATA, fixed="a search with another seed does not reproduce the earlier proposals"),
+        Flag("N", "Seed of all draws. Default: from EXPERIMENT.", _MORE, at_least=0),
+    ] = None
+    warm_start: Annotated[
+        list[str] | None,
+        Option(_CHOICE, at_resume=True),
+        Flag("NAME", "Learn from the trials of this experiment.", _MORE),
+    ] = None
+    time_budget_seconds: Annotated[
+        _Seconds | None,
+        Option(at_resume=True),
+        Flag("S", "After S seconds save all trials and end.", _MORE, resume_place=9),
+    ] = None
+    callbacks: Annotated[
+        list[Any] | None,
+        Option(_CHOICE, at_resume=True),
+        Flag("MODULE:NAME", "A callback for the search.", _MORE, list[str], resume_place=13, flag="--callback"),
+    ] = None
+    resume: Annotated[
+        Resuming,
+        BeforeValidator(resuming),
+        Option(),
+        Flag("HOW", "auto (default); must: EXPERIMENT exists; never: it is new.", _EXISTING, Presence),
+    ] = Field(default="auto", validate_default=True)
+    rerun_errored: Annotated[
+        RerunErrored,
+        Option(at_resume=True),
+        Flag(None, "Retry errored trials.", _EXISTING, bool, resume_place=1),
+        Flag(None, "Retry errored trials only.", _EXISTING, bool, resume_place=2, flag="--only-errored"),
+    ] = False
+    on_code_change: Annotated[
+        Literal["warn", "refuse"],
+        Option(at_resume=True),
+        Flag("WHAT", "If the code has changed: warn (default), or refuse.", _EXISTING),
+    ] = "warn"
+    trials: Annotated[
+        Literal["tasks", "deployment"],
+        Option(_DATA),
+        Flag("WHERE", "tasks (default): in this run; deployment: a flow run each.", _WHERE),
+    ] = "tasks"
+    trial_deployment: Annotated[str, Option(_CHOICE), Flag("NAME", "Deployment for --trials deployment.", _WHERE)] = (
+        "train-trial/train-trial"
+    )
+    trial_job_variables: Annotated[
+        Mapping[str, Any] | None,
+        Option(_CHOICE, at_resume=True),
+        Flag("NAME=VALUE", "Job variable of each run of that deployment.", _WHERE, flag="--job-variable"),
+    ] = None
+    trial_tags: Annotated[
+        list[str] | None,
+        Option(_DATA),
+        Flag("TAG", "Tag of each task run, for Prefect's tag limits.", _WHERE, flag="--tag"),
+    ] = None
+    concurrency_limits: Annotated[
+        list[str] | None,
+        Option(_DATA),
+        Flag("NAME", "Global limit that each attempt waits for.", _WHERE, flag="--concurrency-limit"),
+    ] = None
+    isolation: Annotated[
+        Literal["process", "thread"],
+        Option(_DATA),
+        Flag("WHAT", "process (default): one for each trial; thread: for debuggers.", _WHERE),
+    ] = "process"
+    reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
@@ -221,6 +328,8 @@ class SearchPlan(ValidatedParameters):
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources
+        if self.resources_total is not None:
+            resources_of(self.resources_total, "resources_total")
         if self.space is not None:
             require_drawable(self.space, self.seed_of_draws)
         return self
@@ -287,7 +396,8 @@ class SearchPlan(ValidatedParameters):
 
         `only_in_code` names the others: a resume by experiment name alone cannot restore them.
         """
-        defaults = {name: each.default for name, each in type(self).model_fields.items() if name not in OF_THE_RUN}
+        fields = type(self).model_fields
+        defaults = {name: fields[name].default for name, option in OPTIONS.items() if option.stored}
         given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
         said = {name: _json_of(name, value) for name, value in given.items() if value != defaults[name]}
         in_code = [name for name, value in said.items() if value is None]
@@ -302,41 +412,18 @@ class SearchPlan(ValidatedParameters):
         return self.model_copy(update=changes)
 
 
-def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
-    """Return how the trials of a search are trained, with a placeholder for the trial.
-
-    Raises:
-        InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
-    """
-    silence = plan.silence_timeout_seconds
-    return TrialSpec(
-        target=plan.target,
-        trial=TrialKey(experiment=plan.experiment, trial="any"),
-        trainable=pickled_or_path(plan.trainable),
-        fingerprint=plan.fingerprint,
-        stopper=pickled_or_path(stopper),
-        needs_curve=stopper.looks_back,
-        cadence=plan.checkpoint or Cadence(),
-        retention=plan.retention or Retention(),
-        sync=plan.sync or SyncConfig(),
-        isolation=plan.isolation,
-        reuse=plan.reuse,
-        grace=timedelta(seconds=plan.grace_period_seconds),
-        silence=None if silence is None else timedelta(seconds=silence),
-        tags=tuple(plan.trial_tags or ()),
-        concurrency_limits=existing_limits(plan.concurrency_limits or ()),
-        apart=True,
-    )
+OPTIONS: Mapping[str, Option] = options_of(SearchPlan)
+"""What is declared of each option, by name."""
 
 
 def _json_of(name: str, value: Any) -> object | None:
     match value:
-        case SyncConfig():
-            return _or_none(value.parameters)
         case Value():
             return value.model_dump(mode="json")
         case Scheduler() | Search():
             return to_json(value)
+        case _ if name == "sync":
+            return _or_none(value.parameters)
         case _ if name == "stop":
             return stop_to_json(value)
         case _ if name == "space":
@@ -397,7 +484,7 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
             Missing callbacks are no error: they decide nothing.
     """
     require_stored(settings, changed)
-    kept = {name: value for name, value in settings.items() if name in SearchPlan.model_fields}
+    kept = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed:
         kept.pop("num_samples", None)  # it belonged to the earlier search
     return SearchPlan(**{**kept, **run, **changed})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from prefect_tune.core.journal_events.trial_events import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
+
+Reuse: TypeAlias = Literal["auto", "never"]
+"""How trials share the import of their trainable's module.
+
+- `auto`: one process imports it; trials are forked from that process, if its forks are safe.
+- `never`: each trial's process imports it.
+
+Elsewhere than on Linux, each trial's process imports it.
+"""
 
 
 class Trainable:

@@ -16,7 +16,7 @@ from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, read_known
 from prefect_tune.parameters import search_limits
-from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.argument_checks import code_of
 from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import call_path

@@ -59,11 +59,12 @@ from prefect_tune.parameters.resume_compatibility import (
 from prefect_tune.parameters.search_limits import (
     SearchLimits,
     require_possible,
+    trial_spec,
     warn_of_constants,
     warn_of_limits,
     warn_of_mode,
 )
-from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import call_path, failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results

@@ -37,8 +37,8 @@ from prefect_tune.monitoring.search_observer import DisplayGroup
 from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import SearchLimits, require_possible
-from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.parameters.search_limits import SearchLimits, require_possible, trial_spec
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, code_changed, follow_up

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse, import_path
+from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.core.messages.process_messages import Start
+from prefect_tune.runtime.trainable import Reuse
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,

@@ -15,8 +15,8 @@ from textwrap import dedent
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse
 from prefect_tune.core.messages.process_messages import Broke, TrainableLoaded
+from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import QUIET, Module, Trains, different
 from tests.fakes.trial_processes import (
     Family,

@@ -16,7 +16,6 @@ import pytest
 
 from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place, trial_process
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.messages.process_messages import (
     Broke,
@@ -27,6 +26,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
     Family,

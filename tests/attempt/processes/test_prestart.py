@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.trial_spec import Reuse
 from prefect_tune.executors.prestart import prestarting, process_pool
+from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, metrics_of, nothing_left
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefect_tune.attempt.processes import fork_client, process_output, process_pool
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import Reuse
+from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
 

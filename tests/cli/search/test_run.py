@@ -327,6 +327,18 @@ def test_what_the_journal_does_not_store_is_named_by_its_flag(
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
 
 
+@pytest.mark.timeout(900)
+def test_what_the_journal_does_not_store_and_no_flag_sets_is_passed_in_code(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    settings = {"trainable": TRAIN, "only_in_code": ["sync"]}
+    write_search(tmp_path, "e", {"00000": 0.5}, settings=settings)
+    done = run("resume", tmp_path, "e")
+    said = "the journal of experiment 'e' does not store 'sync'; call pt.resume(...) in code, and pass it"
+    assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
+
+
 @pytest.mark.timeout(900)  # it imports Prefect, on whatever machine
 @pytest.mark.parametrize("command", [["run", TRAIN, "--experiment", "e", "--set", "x=1", "--target"], ["maintain"]])
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path, command: list[str]) -> None:

@@ -48,12 +48,22 @@ def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tu
     _write(store, state, Finished(trial="trial", reason="had enough"))
 
 
-def write_search(root: Path, name: str, losses: Mapping[str, float], *, errored: str = "") -> None:
+_SETTINGS = {"metric": "loss", "mode": "min"}
+
+
+def write_search(
+    root: Path,
+    name: str,
+    losses: Mapping[str, float],
+    *,
+    errored: str = "",
+    settings: Mapping[str, object] = _SETTINGS,
+) -> None:
     """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint."""
     make_root(root)
     store = PosixStore(root)
     state = take_over(store, name, Owner(name="a test", host="here", pid=1), next(_STAMPS), side_by_side=map)
-    state = _write(store, state, Described(settings={"metric": "loss", "mode": "min"}))
+    state = _write(store, state, Described(settings=settings))
     for trial, loss in losses.items():
         state = _write(store, state, TrialAdded(trial=trial, config={"rate": loss}))
         state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))

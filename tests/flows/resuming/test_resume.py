@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Decided, Described
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.maintenance.delete_experiment import delete_experiment
-from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.argument_checks import code_of
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.fakes.servers.processes import free_port

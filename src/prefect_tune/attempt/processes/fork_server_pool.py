@@ -20,8 +20,8 @@ from typing import Self, TypeAlias, TypeVar
 from prefect_tune.attempt.processes.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
 from prefect_tune.attempt.processes.process_channel import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.attempt.trial_spec import Reuse
 from prefect_tune.core.messages.process_messages import READY
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 
 _LOOK_AGAIN = timedelta(seconds=0.2)

@@ -24,7 +24,7 @@ from prefect_tune.attempt.processes.fork_client import ForkedProcess, PendingFor
 from prefect_tune.attempt.processes.fork_server_pool import ForkServers, TrialKind
 from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.attempt.trial_spec import Reuse, import_path
+from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.core.messages.process_messages import (
     Broke,
     FromTrial,
@@ -34,6 +34,7 @@ from prefect_tune.core.messages.process_messages import (
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 
 _TRIES = 3
