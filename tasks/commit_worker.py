@@ -361,7 +361,7 @@ class CommitWorker:
         self._logged_at, self._unlogged = now, 0
 
     def _committed(self, handed_over: PendingCheckpoint) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time an external writer quarantines one meanwhile.
+        """Save the checkpoint, again each time a guest quarantines one meanwhile.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """

@@ -12,9 +12,16 @@ from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
-from prefect_tune.core.journal_events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
+    Opened,
+    Quarantined,
+    Reported,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.supervisor.journal_writer import JournalWriter, current_owner, new_write_id
@@ -101,7 +108,7 @@ class TakenOver(StoppableExecutor):
         super().start(spec, orders, attempt, absorbed)
         if self.start_count == 1:
             with self._target.open(timeout=_MINUTE) as store:  # another process writes as a guest, without taking over
-                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=spec.trial, step=1, sequence=1))]
+                gone = [Quarantined(trial=TRIAL, sequence=1)]
                 append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
         self._inbox.clear()

@@ -50,7 +50,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 _TAIL = 64
-"""How many of the last entries are searched: after a `RemovalBegun` come only few entries of external writers."""
+"""How many of the last entries are searched: after a `RemovalBegun` come only few entries of guests."""
 
 
 class OutdatedStateError(TuneError):

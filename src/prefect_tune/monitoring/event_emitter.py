@@ -34,7 +34,6 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Event,
-    ExternallyQuarantined,
     Finished,
     GaveUp,
     Paused,
@@ -69,7 +68,7 @@ from prefect_tune.supervisor.search_link import LatestReport, StepReported
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
 _BEYOND_A_SYNC_SECONDS = 120.0
-URGENT = AttemptEnded | GaveUp | Quarantined | ExternallyQuarantined | Questioned
+URGENT = AttemptEnded | GaveUp | Quarantined | Questioned
 """Events of trials that are emitted even when the rate limit is reached."""
 End: TypeAlias = Literal["finished", "stopped", "superseded", "failed"]
 
@@ -208,7 +207,7 @@ class EventBuilder:
         else:
             asset = self._lineage.related(trial.trial) if isinstance(event, Committed) else []
             resource, related = self._place.trial_resource(trial.trial), [self._place.related, *asset]
-        return PrefectEvent(event_name(type(event)), {**resource, **labels_of(payload)}, related, payload, identity)
+        return PrefectEvent(event_name(event), {**resource, **labels_of(payload)}, related, payload, identity)
 
     def _payload(self, event: Event | ExperimentEvent, trial: Trial | None) -> dict[str, object]:
         return {"target": self._place.target, "experiment": self._place.experiment, **payload_of(event, trial)}

@@ -25,6 +25,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Requeued,
     Resumed,
     TrialAdded,
+    Writer,
 )
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
@@ -165,7 +166,7 @@ class TrialJournalMerger:
         if wrote.number > due:
             self.catch_up(wrote.trial)
         elif wrote.number == due:
-            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
+            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at, writer="owner")
 
     def catch_up(self, trial: str) -> None:
         """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
@@ -178,7 +179,7 @@ class TrialJournalMerger:
                 return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
 
         for entry in on_target(self._journal_writer.target, read, _TIMEOUT):
-            self._take_in(trial, entry.number, entry.events, entry.at)
+            self._take_in(trial, entry.number, entry.events, entry.at, writer=entry.writer)
 
     def settle(self, trial: str) -> None:
         """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
@@ -206,7 +207,7 @@ class TrialJournalMerger:
                     f"{written.key}: this process is owner {written.epoch}, and owner {entry.epoch}{owner} took over "
                     f"in entry {entry.number}"
                 )
-            entry = self._beyond(entry.number)  # an external writer's entry
+            entry = self._beyond(entry.number)  # a guest's entry
 
     def _beyond(self, number: int) -> Entry | None:
         key = self._journal_writer.experiment.key
@@ -215,9 +216,9 @@ class TrialJournalMerger:
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._pending_entry.state.name, trial=trial)
 
-    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
+    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None, *, writer: Writer) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at))
+        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at, writer=writer))
         self._policy.has_trained(self._pending_entry.state.trial(trial))
 
 

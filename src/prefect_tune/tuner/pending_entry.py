@@ -64,7 +64,7 @@ class PendingEntry:
 
         Args:
             events: the events of the entry.
-            experiment: the state after it, which may hold entries of external writers before it, too.
+            experiment: the state after it, which may hold entries of guests before it, too.
         """
         for event in events[:-1]:
             self.state = after_event(self.state, event, experiment.number)

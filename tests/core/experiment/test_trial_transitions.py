@@ -28,18 +28,14 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
     Finished,
     GaveUp,
     Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
-    Pruned,
     Quarantined,
     Rebased,
-    Reinstated,
-    Released,
     Reported,
     Requeued,
     Resumed,
@@ -58,9 +54,10 @@ ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", trial="u"), step=9, seq
 COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
 
 
-def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE) -> Claimed:
+def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE, *, released: bool = False) -> Claimed:
     journal = JournalKey(experiment="e", trial="u")
-    return Claimed(trial="t", claim=Claim(step=step, sequence=sequence, clone=clone, journal=journal, epoch=2))
+    claim = Claim(step=step, sequence=sequence, clone=clone, journal=journal, epoch=2)
+    return Claimed(trial="t", claim=claim, released=released)
 
 
 EVENTS: Mapping[str, OneTrialsEvent] = {
@@ -69,15 +66,11 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "committed": Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
     "retired": Retired(trial="t", retires=()),
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
-    "put-aside": ExternallyQuarantined(trial="t", sequence=7, reason="damaged"),
-    "reinstated": Reinstated(trial="t", sequence=7),
-    "pruned": Pruned(trial="t", retires=(7,)),
     "pinned": Pinned(trial="t", sequence=7),
     "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
     "rebased": Rebased(trial="t", checkpoints=(COPY,), absorbed=3),
     "inherited": Inherited(trial="t", checkpoint=COPY, source=ELSEWHERE),
     "claimed": claim_to(3, 7),
-    "released": Released(trial="t", clone=ELSEWHERE),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
     "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
     "finished": Finished(trial="t", reason="enough", returned=True),
@@ -113,8 +106,8 @@ LEGAL = {
         (status, event): status
         for status in Phase
         for event in (
-            *("retired", "quarantined", "put-aside", "reinstated", "pruned", "pinned", "decided", "claimed"),
-            *("released", "inherited", "rebased"),
+            *("retired", "quarantined", "pinned", "decided", "claimed"),
+            *("inherited", "rebased"),
         )
     },
     (RUNNING, "rebased"): PENDING,
@@ -352,11 +345,11 @@ def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_rele
     assert (is_live(trial, key), is_held(trial, key)) == (False, True)
 
     trial = after(trial, claim_to(3, 7, other), 11)  # a clone of the clone
-    trial = after(trial, Released(trial="t", clone=ELSEWHERE), 12)
+    trial = after(trial, claim_to(3, 7, released=True), 12)
     assert is_held(trial, key)
-    trial = after(trial, Released(trial="t", clone=other), 13)
+    trial = after(trial, claim_to(3, 7, other, released=True), 13)
     assert not is_held(trial, key)
-    assert after(trial, Released(trial="t", clone=other), 14) == trial
+    assert after(trial, claim_to(3, 7, other, released=True), 14) == trial
 
 
 @pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])

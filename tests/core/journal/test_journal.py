@@ -13,18 +13,23 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     Superseded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
     Adopted,
     CheckpointRef,
     Committed,
     Entry,
     Event,
+    Finished,
+    GuestEvent,
     Opened,
     Owner,
+    Quarantined,
     Reported,
+    Retired,
     Started,
     TrialAdded,
 )
@@ -158,6 +163,81 @@ def test_who_lost_to_an_entry_that_opens_nothing_learns_the_number_of_the_owner(
     journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
     with pytest.raises(Superseded, match="another process wrote as owner 1"):
         journal.append(store, mine, [report(1)], stamp("c"))
+
+
+GUESTS: Sequence[GuestEvent] = [
+    Quarantined(trial="t", sequence=3, reason="damaged"),
+    Quarantined(trial="t", sequence=3, quarantined=False),
+    Retired(trial="t", retires=()),
+]
+
+
+def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
+    store = MemoryStore()
+    owner = running(store)
+    journal.append_as_guest(store, "e", lambda _: GUESTS, stamp("guest"), side_by_side=map)
+    after = journal.append(store, owner, [report(1)], stamp("c"))
+    assert (after.number, after.epoch) == (5, 1)
+    assert [entry.writer for entry in journal.history(store, "e", side_by_side=map)] == [
+        *["owner"] * 3,
+        "guest",
+        "owner",
+    ]
+
+
+def guest_entry(owner: Experiment, *events: Event) -> bytes:
+    """An entry that someone else put after the owner's last one, and called a guest's."""
+    place = {"number": owner.number + 1, "epoch": owner.epoch, "previous": owner.digest}
+    return seal(Entry.model_validate({**place, "write_id": "x", "at": "now", "writer": "guest", "events": events}))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param([report(1)], id="a report"),
+        pytest.param([*GUESTS, Finished(trial="t", reason="enough")], id="an end beside what it may write"),
+        pytest.param([Opened(experiment="e", epoch=2, owner=YOU)], id="an opening"),
+        pytest.param([Quarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
+    ],
+)
+def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(events: Sequence[Event]) -> None:
+    store = MemoryStore()
+    owner = running(store)
+    store.put(JOURNAL.entry_path(4), guest_entry(owner, *events))
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+        journal.append(store, owner, [report(1)], stamp("c"))
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+        load(store)
+
+
+def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
+    store = MemoryStore()
+    running(store)
+    before = dict(store.objects)
+    with pytest.raises(JournalCorrupt, match="expected events that a guest may write, found reported"):
+        journal.append_as_guest(store, "e", lambda _: [report(1)], stamp("guest"), side_by_side=map)  # type: ignore[list-item]  # what a guest may not
+    assert store.objects == before
+
+
+def test_what_a_guest_may_write_supersedes_the_owner_where_an_owner_has_written_it() -> None:
+    store = MemoryStore()
+    owner = running(store)
+    journal.append(store, load(store), GUESTS, stamp("other"))
+    with pytest.raises(Superseded, match="another process wrote as owner 1"):
+        journal.append(store, owner, [report(1)], stamp("c"))
+
+
+def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_guest() -> None:
+    owner = running(MemoryStore())
+    by_owner = after_event(owner, GUESTS[0], 4, "owner").trial("t")
+    by_guest = after_event(owner, GUESTS[0], 4, "guest").trial("t")
+    assert (by_owner.collected_up_to, by_guest.collected_up_to) == (4, 0)
+    known = after_event(owner, TrialAdded(trial="u", config={}, apart=True), 4)
+    for writer, limit in (("owner", 1), ("guest", 0)):
+        events = (GUESTS[0].model_copy(update={"trial": "u"}),)
+        copied = Absorbed.model_validate({"trial": "u", "number": 1, "events": events, "writer": writer})
+        assert after_event(known, copied, 5).trial("u").collected_up_to == limit
 
 
 def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:

@@ -69,7 +69,7 @@ def payloads(*events: Event) -> list[dict[str, object]]:
     for event in events:
         before, state = state, after(state, [event])
         emitted = emitted_in(event, before.trials.get(T))
-        found += [{"name": event_name(type(each)), **payload_of(each, state.trials.get(T))} for each in emitted]
+        found += [{"name": event_name(each), **payload_of(each, state.trials.get(T))} for each in emitted]
     return found
 
 
@@ -199,7 +199,10 @@ def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent,
 def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
     journaled = [kind for kind in get_args(get_args(Event)[0]) if kind.model_fields["type"].default not in NOT_EMITTED]
     named = ExperimentEvent.__subclasses__()
-    every = [*(kind.name for kind in named), *map(event_name, journaled)]
+    every = [
+        *(kind.name for kind in named),
+        *(f"prefect-tune.{kind.model_fields['type'].default}" for kind in journaled),
+    ]
     assert len(set(every)) == len(every) == 6 + len(journaled)
     assert all(name.startswith("prefect-tune.") for name in every)
     fields = {"status"}.union(*(kind.model_fields for kind in (*named, *journaled)))

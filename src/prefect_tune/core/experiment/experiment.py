@@ -35,10 +35,12 @@ from prefect_tune.core.journal_events.experiment_events import (
     ForkBegun,
     Forked,
     ForkOrigin,
+    GuestEvent,
     Learned,
     OneTrialsEvent,
     Opened,
     Owner,
+    Quarantined,
     Questioned,
     RemovalBegun,
     RemovalGivenUp,
@@ -46,6 +48,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Resumed,
     StopAsked,
     TrialAdded,
+    Writer,
 )
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
@@ -240,10 +243,11 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
+    _require_writer(experiment, entry)
     _require_successor(experiment, entry)
     try:
         for event in entry.events:
-            experiment = after_event(experiment, event, entry.number)
+            experiment = after_event(experiment, event, entry.number, entry.writer)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
@@ -292,8 +296,23 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
         )
 
 
-def after_event(experiment: Experiment, event: Event, number: int) -> Experiment:
-    """Return the experiment after `event`, which is, or will be, in entry `number`.
+def _require_writer(experiment: Experiment, entry: Entry) -> None:
+    """A guest's entry holds only what a guest may write: whoever can write to the target cannot end another's trial."""
+    if entry.writer == "guest":
+        found = [each.type for each in entry.events if not isinstance(each, GuestEvent) or _blames(each)]
+        if found or not entry.events:
+            raise JournalCorrupt(
+                f"{experiment.key}, entry {entry.number}: expected events that a guest may write, found "
+                f"{', '.join(found) or 'none'}"
+            )
+
+
+def _blames(event: GuestEvent) -> bool:
+    return isinstance(event, Quarantined) and event.kills
+
+
+def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
+    """Return the experiment after `event`, which `writer` has written, or will write, to entry `number`.
 
     Raises:
         IllegalTransition: the event is impossible in this state.
@@ -321,7 +340,7 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _absorbed(experiment, event)
         case _:
             trial = _known(experiment, event.trial)
-            return _noted(experiment, trial, event, after(trial, event, number))
+            return _noted(experiment, trial, event, after(trial, event, number, writer))
 
 
 def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
@@ -422,7 +441,7 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
             case Questioned():
                 experiment = _apply_question(experiment, each)
             case _:
-                experiment = _noted(experiment, trial, each, after(trial, each, event.number))
+                experiment = _noted(experiment, trial, each, after(trial, each, event.number, event.writer))
     return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
 
 

@@ -35,24 +35,21 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
     Finished,
     GaveUp,
     Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
-    Pruned,
     Quarantined,
     QuarantinedCheckpoint,
     Rebased,
-    Reinstated,
-    Released,
     Reported,
     Requeued,
     Resumed,
     Retired,
     Started,
+    Writer,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
@@ -108,18 +105,7 @@ NEXT: Mapping[tuple[Phase, type[OneTrialsEvent]], Phase] = {
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_OfCheckpoints: TypeAlias = (
-    Committed
-    | Retired
-    | Pruned
-    | Quarantined
-    | ExternallyQuarantined
-    | Reinstated
-    | Pinned
-    | Inherited
-    | Claimed
-    | Released
-)
+_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Inherited | Claimed
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
 
 
@@ -142,14 +128,14 @@ def with_adopted(trial: Trial, event: Adopted, *, is_apart: bool = False) -> Tri
     return trial
 
 
-def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
-    """Return the trial after `event`, which is in the journal's entry `number`.
+def after(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer = "owner") -> Trial:
+    """Return the trial after `event`, which `writer` has written to the journal's entry `number`.
 
     Raises:
         IllegalTransition: the event cannot happen to a trial in this phase.
     """
     phase = _next_phase(trial, event)
-    return _apply_to_trial(trial, event, number).model_copy(update={"phase": phase})
+    return _apply_to_trial(trial, event, number, writer).model_copy(update={"phase": phase})
 
 
 def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
@@ -162,7 +148,7 @@ def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     return phase or trial.phase
 
 
-def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer) -> Trial:
     match event:
         case Started():
             return _started(trial, event)
@@ -177,27 +163,25 @@ def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
         case Finished() | Paused() | Requeued() | Resumed() | Decided():
             return _apply_reason(trial, event)
         case _:
-            return _apply_checkpoint_event(trial, event, number)
+            return _apply_checkpoint_event(trial, event, number, writer)
 
 
-def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
+def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int, writer: Writer) -> Trial:
     match event:
         case Committed():
             return _committed(trial, event, number)
-        case Retired() | Pruned():
+        case Retired():
             return _retired(trial, event.retires, number)
-        case Quarantined():
-            return _quarantined(trial, event, number)
-        case ExternallyQuarantined():
-            return _set_aside(trial, event, number)
-        case Reinstated():
+        case Quarantined(quarantined=False):
             return _reinstated(trial, event.sequence)
+        case Quarantined():
+            return _quarantined(trial, event, number, writer)
         case Pinned():
             return _pinned(trial, event)
         case Inherited(checkpoint=checkpoint):
             _require_acceptable(trial, checkpoint)
             return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint)})
-        case Claimed() | Released():
+        case Claimed():
             return trial.model_copy(update={"claims": _claims(trial, event)})
         case _:
             assert_never(event)
@@ -229,7 +213,7 @@ def _reported(trial: Trial, report: StepReport) -> Trial:
 
 def _started(trial: Trial, event: Started) -> Trial:
     unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
-    known = (*trial.checkpoints, *unheard)  # an external writer may quarantine it after it was restored
+    known = (*trial.checkpoints, *unheard)  # a guest may quarantine it after it was restored
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
@@ -305,11 +289,11 @@ def _rebased(trial: Trial, event: Rebased) -> Trial:
     )
 
 
-def _claims(trial: Trial, event: Claimed | Released) -> tuple[Claim, ...]:
+def _claims(trial: Trial, event: Claimed) -> tuple[Claim, ...]:
     """Only a live or held checkpoint can be claimed: the deletion of any other may have begun."""
-    if isinstance(event, Released):
-        return tuple(each for each in trial.claims if each.clone != event.clone)
     claim = event.claim
+    if event.released:
+        return tuple(each for each in trial.claims if each.clone != claim.clone)
     if not (is_live(trial, claim) or is_held(trial, claim)):
         raise IllegalTransition(
             f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, but is "
@@ -349,15 +333,11 @@ def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
     )
 
 
-def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
-    """Quarantine it, and let no later save reuse its blobs: one of them may be damaged."""
-    trial = _set_aside(trial, event, number)
-    blamed = trial.blamed_checkpoints + event.kills
-    return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
+def _quarantined(trial: Trial, event: Quarantined, number: int, writer: Writer) -> Trial:
+    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated.
 
-
-def _set_aside(trial: Trial, event: Quarantined | ExternallyQuarantined, number: int) -> Trial:
-    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated."""
+    No later save reuses its blobs, of which one may be damaged; the owner's running save is not committed either.
+    """
     found = [each for each in trial.checkpoints if each.sequence == event.sequence]
     aside = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
     known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
@@ -367,6 +347,8 @@ def _set_aside(trial: Trial, event: Quarantined | ExternallyQuarantined, number:
             "quarantined": known,
             "aside": (*trial.aside, *aside),
             "lost_checkpoints": trial.lost_checkpoints + len(found),
+            "blamed_checkpoints": trial.blamed_checkpoints + event.kills,
+            "collected_up_to": trial.collected_up_to if writer == "guest" else number,
         }
     )
 

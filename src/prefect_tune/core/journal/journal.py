@@ -6,12 +6,12 @@ number of processes that do not know of each other, without locks, leases or clo
 
     owner 1    1 Opened(1) ─ 2 ─ 3 ─ 4            5 refused: exists, of owner 2 → Superseded, it stops
     owner 2                       └─▶ 5 Opened(2) ─ 6 ─ 7 …
-    a guest                                          └─▶ 8 (events that external writers may add)
+    a guest                                          └─▶ 8 (events that guests may add)
 
 - **Owner.** The last `Opened` names it. `take_over` is an append of `Opened`; there is no other way to become the
   owner, and none to remain it: an owner learns that it was replaced when its next entry is refused.
 - **Guests** (claims of clones, quarantine and pruning by another process) append through `append_as_guest`, and only
-  events of `ExternalWriterEvent`. The owner finds such an entry in its place, applies it, and appends after it.
+  `GuestEvent`; the entry says its writer. The owner finds such an entry in its place, applies it, and appends after it.
 - **Write id.** A refused creation may be one's own, whose reply was lost: an entry with one's own write id is success.
 - **Order.** An entry is durable before its effect: a trial is answered, and bytes are deleted, only after `append`.
 
@@ -57,10 +57,11 @@ from prefect_tune.core.journal.segments import (
 from prefect_tune.core.journal_events.experiment_events import (
     Entry,
     Event,
-    ExternalWriterEvent,
+    GuestEvent,
     Opened,
     Owner,
     RemovalBegun,
+    Writer,
 )
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
@@ -217,7 +218,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied as they will be read back (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. Entries that external writers added meanwhile come before it.
+    and a later resume see the same values. Entries that guests added meanwhile come before it.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
@@ -236,40 +237,43 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 def append_as_guest(
     store: ObjectStore,
     journal: JournalKey | str,
-    say: Callable[[Experiment], Sequence[ExternalWriterEvent]],
+    events_for: Callable[[Experiment], Sequence[GuestEvent]],
     stamp: Stamp,
     *,
     side_by_side: ParallelMap,
 ) -> Experiment:
     """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
 
-    `say` returns the events to write after the state that it is given, or none. It is called again when another
-    writer is faster, so that no entry comes between that state and the events. An exception of `say` ends the call.
+    `events_for` returns the events to write after the state that it is given, or none. It is called again when another
+    writer is faster, so that no entry comes between that state and the events. Its exception ends the call.
 
     Raises:
         StoreRefused: there are events to write, and the target supports one writer only: see `conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
-        CommitUnknown: the target did not say whether it wrote; call again, `say` may find its events written.
+        CommitUnknown: the target did not say whether it wrote; call again, `events_for` may find its events written.
     """
     for _ in range(_RACES):
         found = load(store, journal, side_by_side=side_by_side)
-        if not (events := say(found)):
+        if not (events := events_for(found)):
             return found
         require_conditional_create(store, found.key)
         with suppress(AlreadyExists):
-            after = _append_next(store, found, events, stamp)
+            after = _append_next(store, found, events, stamp, writer="guest")
             write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
             return after
     raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
 
 
-def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+def _append_next(
+    store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp, *, writer: Writer = "owner"
+) -> Experiment:
     entry = Entry(
         number=experiment.number + 1,
         epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
         previous=experiment.digest,
         write_id=stamp.write_id,
         at=stamp.at,
+        writer=writer,
         events=tuple(events),
     )
     path = experiment.key.entry_path(entry.number)
@@ -281,11 +285,10 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 
 
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
-    """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
+    """Return the experiment after the existing entry if a guest wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
     entry = decode_entry(data := read_document(store, path, JournalCorrupt), path)
-    is_guests = bool(entry.events) and all(isinstance(event, ExternalWriterEvent) for event in entry.events)
-    if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
+    if entry.writer != "guest" or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))
 

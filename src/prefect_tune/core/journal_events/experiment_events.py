@@ -16,24 +16,20 @@ from prefect_tune.core.journal_events.trial_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
-    ExternalWriterEvent,
     Finished,
     ForkOrigin,
     GaveUp,
+    GuestEvent,
     Inherited,
     Lesson,
     OneTrialsEvent,
     Owner,
     Paused,
     Pinned,
-    Pruned,
     Quarantined,
     QuarantinedCheckpoint,
     Questioned,
     Rebased,
-    Reinstated,
-    Released,
     Reported,
     Requeued,
     Resumed,
@@ -61,13 +57,12 @@ __all__ = [
     "Entry",
     "Event",
     "Extended",
-    "ExternalWriterEvent",
-    "ExternallyQuarantined",
     "Finished",
     "ForkBegun",
     "ForkOrigin",
     "Forked",
     "GaveUp",
+    "GuestEvent",
     "Inherited",
     "Learned",
     "Lesson",
@@ -76,13 +71,10 @@ __all__ = [
     "Owner",
     "Paused",
     "Pinned",
-    "Pruned",
     "Quarantined",
     "QuarantinedCheckpoint",
     "Questioned",
     "Rebased",
-    "Reinstated",
-    "Released",
     "RemovalBegun",
     "RemovalGivenUp",
     "Reported",
@@ -93,8 +85,13 @@ __all__ = [
     "StopAsked",
     "TrialAdded",
     "TrialEvent",
+    "Writer",
     "events_in",
 ]
+
+
+Writer: TypeAlias = Literal["owner", "guest"]
+"""The writer of an entry: the journal's owner, or a guest, which writes `GuestEvent` and does not become the owner."""
 
 
 class Opened(Value):
@@ -219,6 +216,7 @@ class Absorbed(TrialEvent):
     events: tuple[_OwnEvent, ...]
     at: str | None = None
     """When the entry was written, by its writer's clock; for people only."""
+    writer: Writer = "owner"
 
 
 Event: TypeAlias = Annotated[
@@ -258,5 +256,6 @@ class Entry(Document):
     epoch: int
     write_id: str
     at: str
+    writer: Writer = "owner"
     previous: str
     events: tuple[Event, ...]

@@ -26,24 +26,20 @@ __all__ = [
     "Cloned",
     "Committed",
     "Decided",
-    "ExternalWriterEvent",
-    "ExternallyQuarantined",
     "Finished",
     "ForkOrigin",
     "GaveUp",
+    "GuestEvent",
     "Inherited",
     "Lesson",
     "OneTrialsEvent",
     "Owner",
     "Paused",
     "Pinned",
-    "Pruned",
     "Quarantined",
     "QuarantinedCheckpoint",
     "Questioned",
     "Rebased",
-    "Reinstated",
-    "Released",
     "Reported",
     "Requeued",
     "Resumed",
@@ -284,7 +280,8 @@ class Retired(TrialEvent):
     """These checkpoints (by sequence) end with this entry; their bytes are deleted only after it.
 
     With or without any, this entry is a limit: a save that began before it and is no checkpoint never becomes
-    one, and its blobs are not reused, so that they can be deleted.
+    one, and its blobs are not reused, so that they can be deleted. A guest writes it only for a trial that has ended,
+    so that no save is running.
     """
 
     type: Literal["retired"] = "retired"
@@ -292,13 +289,18 @@ class Retired(TrialEvent):
 
 
 class Quarantined(TrialEvent):
-    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies."""
+    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
+
+    `quarantined=False`: it is used again. The owner's quarantine is a limit for running saves as `Retired` is; a
+    guest's is none: a save that began before it is refused by `SaveOvertaken`.
+    """
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
-    reason: Message
+    reason: Message = ""
     kills: bool = False
     """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
+    quarantined: bool = True
 
 
 class Pinned(TrialEvent):
@@ -347,42 +349,14 @@ class Inherited(TrialEvent):
 
 
 class Claimed(TrialEvent):
-    """A clone of one of the trial's checkpoints is about to be made. Written by an external writer; no new owner."""
+    """A clone of one of the trial's checkpoints is about to be made, and needs its bytes; written by a guest.
+
+    `released`: the clone is no longer a checkpoint, or can never become one.
+    """
 
     type: Literal["claimed"] = "claimed"
     claim: Claim
-
-
-class Released(TrialEvent):
-    """A clone is no longer a checkpoint, or can never become one. Written by an external writer, as `Claimed`."""
-
-    type: Literal["released"] = "released"
-    clone: CheckpointKey
-
-
-class ExternallyQuarantined(TrialEvent):
-    """As `Quarantined`, for damage that another process than the owner found. By an external writer, as `Claimed`.
-
-    Unlike `Retired` it is no limit for `is_acceptable`; a save that began before it is refused by `SaveOvertaken`.
-    """
-
-    type: Literal["put-aside"] = "put-aside"
-    sequence: int
-    reason: Message
-
-
-class Reinstated(TrialEvent):
-    """A checkpoint that was quarantined is used again. Written by an external writer, as `Claimed`."""
-
-    type: Literal["reinstated"] = "reinstated"
-    sequence: int
-
-
-class Pruned(TrialEvent):
-    """As `Retired`, for a trial that has ended, so that no save is running. By an external writer, as `Claimed`."""
-
-    type: Literal["pruned"] = "pruned"
-    retires: tuple[int, ...] = ()
+    released: bool = False
 
 
 class Questioned(TrialEvent):
@@ -452,8 +426,8 @@ class Decided(TrialEvent):
     decision: Decision
 
 
-ExternalWriterEvent: TypeAlias = Claimed | Released | ExternallyQuarantined | Reinstated | Pruned
-"""Events of external writers: an entry that holds only these does not supersede the owner."""
+GuestEvent: TypeAlias = Claimed | Quarantined | Retired
+"""What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
 OneTrialsEvent: TypeAlias = (
     Started
     | Reported
@@ -464,7 +438,7 @@ OneTrialsEvent: TypeAlias = (
     | Cloned
     | Rebased
     | Inherited
-    | ExternalWriterEvent
+    | Claimed
     | AttemptEnded
     | GaveUp
     | Finished

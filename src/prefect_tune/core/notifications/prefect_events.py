@@ -21,6 +21,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     GaveUp,
     Paused,
+    Quarantined,
     Requeued,
     Resumed,
     events_in,
@@ -100,7 +101,7 @@ VERSION = 1
 NOT_EMITTED = frozenset(
     (
         *("absorbed", "decided", "opened", "reported", "trial-added"),
-        *("claimed", "released", "retired", "pruned"),
+        *("claimed", "retired"),
         *("adopted", "described", "fork-begun", "forked", "inherited", "learned", "rebased"),
         *("removal-begun", "removal-given-up"),
     )
@@ -187,9 +188,10 @@ class ExperimentEnded(ExperimentEvent):
     """The number of events of trials that the rate limit left out."""
 
 
-def event_name(kind: type[Event]) -> str:
-    """Return the name of the Prefect event of a kind of journal event."""
-    return f"prefect-tune.{kind.model_fields['type'].default}"
+def event_name(event: Event) -> str:
+    """Return the name of the Prefect event of a journal event: its type, or `reinstated` where a quarantine ends."""
+    is_reinstated = isinstance(event, Quarantined) and not event.quarantined
+    return f"prefect-tune.{'reinstated' if is_reinstated else event.type}"
 
 
 def emitted_in(event: Event, before: Trial | None) -> Iterator[Event]:

@@ -2,7 +2,7 @@
 
 A fork begins with the state of the origin's journal at that entry. Of a trial, that is what the experiment's journal
 had absorbed by then: later entries of the trial's own journal, and earlier ones not absorbed yet, are not part of
-it. The origin is only written to as an external writer, so it may be running.
+it. The origin is only written to as a guest, so it may be running.
 
 The first entry of the fork's journal names the origin. Then each trial gets a journal of its own, with its history
 and clones of its checkpoints. The last entry holds all the origin's events and completes the fork. An incomplete
