@@ -58,7 +58,7 @@ def _failed(message: str, trial: str) -> State[Any]:
     return Failed(message=why, data=TrialFailed(f"trial {trial}: {why}"))
 
 
-def log_failure(failure: outcomes.Failed, attempt: int, spec: TrialSpec, search_epoch: int, log: Log) -> None:
+def log_failure(failure: outcomes.Failed, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
     """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown.
 
     An error that this process has logged for another trial, in the same run of the search, is logged in one line.
@@ -67,12 +67,12 @@ def log_failure(failure: outcomes.Failed, attempt: int, spec: TrialSpec, search_
     if failure.cause is Cause.PREEMPTED or "\n" not in error:
         return
     trial = spec.trial.trial
-    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_epoch).setdefault(hash(error), trial)
+    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_term).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
     log.error("attempt %d failed: %s", attempt, visible(said))
 
 
 @lru_cache(maxsize=8)
-def _logged_errors(_target: str, _experiment: str, _search_epoch: int) -> dict[int, str]:
+def _logged_errors(_target: str, _experiment: str, _search_term: int) -> dict[int, str]:
     """Return the hashes of the errors that one run of a search has logged here with a traceback, and their trials."""
     return {}

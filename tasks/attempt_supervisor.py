@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Question
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
@@ -17,7 +17,6 @@ from prefect_tune.core.messages.process_messages import (
     FromTrial,
     Leave,
     MilestoneReached,
-    Question,
     StateSaved,
     StepDone,
     StopAndSave,
@@ -43,7 +42,7 @@ class Done:
 
     reason: str
     returned: bool
-    left: bool = False
+    ended_early: bool = False
     """Whether the scheduler or a stop request ended the trial for good."""
     end: EndOfAttempt | None = None
     """How the search had it end; None for a trial that completed."""
@@ -78,15 +77,13 @@ Outcome: TypeAlias = Done | Failed | Yielded | Asking
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
     """Return the journal events of an outcome."""
     match outcome:
-        case Done(reason=reason, returned=returned, left=left):
-            return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
+        case Done(reason=reason, returned=returned, ended_early=ended_early):
+            return [Finished(trial=trial, reason=reason, returned=returned, ended_early=ended_early)]
         case Yielded(reason=reason):
             return [Paused(trial=trial, reason=reason)]
         case Asking(question=asked):
-            return [
-                Questioned(trial=trial, key=asked.key, question=asked.question, fields=asked.fields),
-                AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=f"it asks: {asked.question}"),
-            ]
+            message = f"it asks: {asked.question}"
+            return [AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=message, question=asked)]
         case Failed(cause=cause, message=message, at_start=at_start):
             return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
         case _:
@@ -110,7 +107,7 @@ class _Supervisor:
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
-        self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
+        self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
         self._left: EndOfAttempt | None = None
         link.connect(self._answer)
@@ -140,11 +137,11 @@ class _Supervisor:
             self._kills_seen = (now, _out_of_memory_kills())
 
     def _took_in(self, message: FromTrial) -> Outcome | None:
-        if self._heard_at is not None:
-            self._heard_at = time.monotonic()
+        if self._last_message_at is not None:
+            self._last_message_at = time.monotonic()
         match message:
             case TrainableLoaded(code=code):
-                self._heard_at = time.monotonic()
+                self._last_message_at = time.monotonic()
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
@@ -172,7 +169,7 @@ class _Supervisor:
             return self._failed(Cause.BAD_METRIC, ended.reason)
         if ended.paused:
             return Yielded(ended.reason)
-        return Done(ended.reason, ended.returned, ended.left, self._left if ended.left else None)
+        return Done(ended.reason, ended.returned, ended.ended_early, self._left if ended.ended_early else None)
 
     def _take_down(self, done: StepDone) -> None:
         is_read = done.asks and self._link.reads_journal
@@ -191,8 +188,8 @@ class _Supervisor:
         self._link.reported(done.report, asks=done.asks)
 
     def _answer(self, answer: Answer) -> None:
-        if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
-            self._heard_at = time.monotonic()
+        if self._asks and self._last_message_at is not None:  # it waited for this; an unasked message is no progress
+            self._last_message_at = time.monotonic()
         self._asks = False
         if isinstance(answer, Leave):
             self._left = answer.end
@@ -200,7 +197,7 @@ class _Supervisor:
 
     def _saved(self, step: int) -> None:
         self._channel.tell(CheckpointSaved(step=step))
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._committed += 1
 
     def _waited_enough(self) -> Outcome | None:
@@ -211,9 +208,9 @@ class _Supervisor:
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
             return None  # it may wait for an upload, which has its own timeout, or for an answer
-        if self._spec.silence is None or self._heard_at is None:
+        if self._spec.silence is None or self._last_message_at is None:
             return None
-        silent = timedelta(seconds=time.monotonic() - self._heard_at)
+        silent = timedelta(seconds=time.monotonic() - self._last_message_at)
         if silent <= self._spec.silence:
             return None
         return self._failed(Cause.MACHINE, f"no report for {silent}: presumed hung, and killed")
@@ -243,7 +240,7 @@ class _Supervisor:
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:
-        loaded = self._heard_at is not None  # a checkpoint cannot cause a failure before loading
+        loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
         return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
 
 

@@ -129,7 +129,7 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
 
 def _is_running_here(trial: Trial) -> bool:
     """Whether the journal that holds `trial` is the one that its attempts write."""
-    return trial.status is Status.RUNNING and not trial.apart
+    return trial.status is Status.RUNNING and not trial.own_journal
 
 
 _TIMEOUT = timedelta(minutes=2)

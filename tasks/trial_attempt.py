@@ -102,14 +102,14 @@ def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
         ended = _attempt(spec, request, link, log)
     if isinstance(ended.outcome, Failed):
         number = ended.experiment.trial(spec.trial.trial).attempt
-        log_failure(ended.outcome, number, spec, request.search_epoch, log)
+        log_failure(ended.outcome, number, spec, request.search_term, log)
     return state_of(ended.outcome, spec.trial.trial)
 
 
 def _log_of(spec: TrialSpec) -> Log:
     """Return the log of the task run; each message of a search's trial names the trial."""
     log = get_run_logger()
-    return TrialLog(log, spec.trial.trial) if spec.apart else log
+    return TrialLog(log, spec.trial.trial) if spec.own_journal else log
 
 
 def _attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
@@ -130,7 +130,7 @@ def run_attempt(
     with ScratchDirectory("staging", "artifacts") as scratch:
         artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
         restored = _restore_newest(spec, journal_writer, scratch / "restored", log)
-        _say_what_is_lost(journal_writer.experiment.trial(spec.trial.trial), log)
+        _log_lost_steps(journal_writer.experiment.trial(spec.trial.trial), log)
         start = _begin(spec, request, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
@@ -163,15 +163,15 @@ def _as_journaled(result: AttemptResult, spec: TrialSpec, log: Log) -> AttemptRe
 
 def _journal_writer(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
-    return _own_journal(spec, request, link) if spec.apart else _experiments_journal(spec, request, link)
+    return _own_journal(spec, request, link) if spec.own_journal else _experiments_journal(spec, request, link)
 
 
 def _experiments_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Read the experiment's journal, which the run that requested the attempt has opened."""
-    experiment, term = read_experiment(spec.target, spec.trial.experiment), request.search_epoch
-    if experiment.epoch != term:
+    experiment, term = read_experiment(spec.target, spec.trial.experiment), request.search_term
+    if experiment.term != term:
         raise Superseded(
-            f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.epoch}, {experiment.owner}, "
+            f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.term}, {experiment.owner}, "
             "took over"
         )
     journal_writer = JournalWriter(spec.target, experiment, write_entry, link.wrote)
@@ -188,7 +188,7 @@ def _ended(experiment: Experiment, spec: TrialSpec) -> AttemptResult | None:
     """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
     trial = experiment.trial(spec.trial.trial)
     if trial.phase is Phase.FINISHED:
-        return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
+        return AttemptResult(Done(trial.reason, trial.returned, trial.ended_early), experiment)
     return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
 
 
@@ -212,7 +212,7 @@ def _own_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> 
             return (Adopted(), added)
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
-    owner = current_owner(search_epoch=request.search_epoch, attempt=request.attempt)
+    owner = current_owner(search_term=request.search_term, attempt=request.attempt)
     # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
     known = LoadedJournal(nothing_yet(spec.journal)) if request.attempt == 1 and not request.experiment_id else None
     reached = {} if request.reached is None else {trial: request.reached}
@@ -252,7 +252,7 @@ def _carry_out(spec: TrialSpec, request: AttemptRequest, journal_writer: Journal
     """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
     state = journal_writer.experiment.trial(spec.trial.trial)
     known = {each.sequence for each in state.checkpoints}
-    events: list[Event] = [each for each in request.puts_aside if each.sequence in known]
+    events: list[Event] = [each for each in request.quarantines if each.sequence in known]
     if state.phase in ENDED:
         events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
     if events:
@@ -291,7 +291,7 @@ def _exploit(spec: TrialSpec, exploit: Exploit, last_step: int | None, journal_w
 def _restore_newest(spec: TrialSpec, journal_writer: JournalWriter, destination: Path, log: Log) -> Path | None:
     """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
     name = spec.trial.trial
-    _say_what_is_aside(journal_writer.experiment.trial(name), log)
+    _log_quarantined(journal_writer.experiment.trial(name), log)
     while (key := newest_key(spec.trial, journal_writer.experiment.trial(name))) is not None:
         try:
             timeout = spec.sync.sync_timeout_seconds
@@ -310,10 +310,10 @@ def _restore_newest(spec: TrialSpec, journal_writer: JournalWriter, destination:
     return None
 
 
-def _say_what_is_aside(trial: Trial, log: Log) -> None:
+def _log_quarantined(trial: Trial, log: Log) -> None:
     """Log the quarantined checkpoints newer than the one being resumed; nothing else reports them."""
     newest = newest_checkpoint(trial)
-    for each in trial.aside:
+    for each in trial.quarantined_checkpoints:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
             log.error(
@@ -322,7 +322,7 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
             )
 
 
-def _say_what_is_lost(trial: Trial, log: Log) -> None:
+def _log_lost_steps(trial: Trial, log: Log) -> None:
     """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
     if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
@@ -392,7 +392,7 @@ def curve_up_to(spec: TrialSpec, start: CheckpointRef | None) -> Sequence[StepRe
 
 def has_had_enough(spec: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
-    if trial.returned or trial.left or trial.metrics.get("done") is True:
+    if trial.returned or trial.ended_early or trial.metrics.get("done") is True:
         return True
     last = last_report(trial)
     curve = curve_up_to(spec, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]

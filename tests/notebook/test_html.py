@@ -153,7 +153,7 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
 
 
-@pytest.mark.parametrize("name", ["past", "apart", "fingerprint", "user_failures", "absorbed", "claims"])
+@pytest.mark.parametrize("name", ["past", "own_journal", "fingerprint", "user_failures", "absorbed", "claims"])
 def test_a_trial_prints_nothing_internal(name: str) -> None:
     search = asha(3)
     for each in search.state.trials.values():

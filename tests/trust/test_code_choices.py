@@ -13,8 +13,8 @@ from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 from prefect_tune.trust import DATA_ONLY, code_choices, examined_settings
 
 
-def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-    return [(each.parameter, each.name) for each in code_choices(settings, learned)]
+def chosen(settings: Mapping[str, object], known_sources: Sequence[str] = ()) -> list[tuple[str, str | None]]:
+    return [(each.parameter, each.name) for each in code_choices(settings, known_sources)]
 
 
 def test_each_setting_of_a_journal_is_examined_or_is_known_to_be_data() -> None:

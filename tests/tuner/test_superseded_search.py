@@ -50,7 +50,7 @@ class Search:
         state = open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
         self.journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         if TRIAL not in state.trials:
-            self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
+            self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, own_journal=True)])
         policy = random_policy()
         self.page = PendingEntry(self.journal_writer, policy, ObserverGroup(), timedelta(seconds=300))
         self.merger = TrialJournalMerger(self.page, policy, self.journal_writer)
@@ -61,7 +61,7 @@ class Search:
         def first(found: Experiment) -> list[Adopted | TrialAdded]:
             return [] if found.trials else [Adopted(), TrialAdded(trial=TRIAL, config={})]
 
-        owner = current_owner(search_epoch=self.journal_writer.experiment.epoch, attempt=number)
+        owner = current_owner(search_term=self.journal_writer.experiment.term, attempt=number)
         state = open_journal(self.target, OWN, Opening(owner, new_write_id(), first))
         state = write_directly(self.target, state, [Started(trial=TRIAL, attempt=number, from_step=0)])
         self.merger.catch_up(TRIAL)
@@ -147,7 +147,7 @@ def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(targ
 
     class Listening(StoppableExecutor):
         def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
-            given.append((orders.search_epoch, orders.attempt))
+            given.append((orders.search_term, orders.attempt))
             super().start(spec, orders, attempt, absorbed)
 
     open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))

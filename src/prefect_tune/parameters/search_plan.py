@@ -325,7 +325,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         silence=None if silence is None else timedelta(seconds=silence),
         tags=tuple(plan.trial_tags or ()),
         concurrency_limits=existing_limits(plan.concurrency_limits or ()),
-        apart=True,
+        own_journal=True,
     )
 
 

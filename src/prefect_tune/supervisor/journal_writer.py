@@ -27,7 +27,7 @@ def new_write_id() -> Stamp:
     return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
-def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
+def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:
     """Return the identity of this process and its request, for the messages of owners that it supersedes."""
     return Owner(
         name=flow_run.name or "a script",
@@ -35,7 +35,7 @@ def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
         pid=os.getpid(),
         flow_run=flow_run.id,
         task_run=task_run.id,
-        search_epoch=search_epoch,
+        search_term=search_term,
         attempt=attempt,
     )
 

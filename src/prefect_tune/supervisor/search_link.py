@@ -10,14 +10,14 @@ from typing import Protocol, TypeAlias
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Event
-from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
+from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.models import StepReport
 from prefect_tune.supervisor.journal_writer import new_write_id
 from prefect_tune.supervisor.processes.process_channel import TrialChannel
 from prefect_tune.supervisor.processes.process_output import Log
 from prefect_tune.supervisor.processes.process_pool import TrialProcessPool
 
-Answer: TypeAlias = GoOn | Leave
+Answer: TypeAlias = Proceed | Leave
 
 
 class SearchLink(Protocol):

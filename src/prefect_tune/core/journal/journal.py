@@ -55,12 +55,12 @@ from prefect_tune.core.journal.segments import (
     write_due_segment,
 )
 from prefect_tune.core.journal_events.experiment_events import (
+    Deletion,
     Entry,
     Event,
     GuestEvent,
     Opened,
     Owner,
-    RemovalBegun,
     Writer,
 )
 from prefect_tune.core.models import Stamp, digest_of
@@ -269,7 +269,7 @@ def _append_next(
 ) -> Experiment:
     entry = Entry(
         number=experiment.number + 1,
-        epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
+        term=experiment.term + any(isinstance(event, Opened) for event in events),
         previous=experiment.digest,
         write_id=stamp.write_id,
         at=stamp.at,
@@ -288,7 +288,7 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
     """Return the experiment after the existing entry if a guest wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
     entry = decode_entry(data := read_document(store, path, JournalCorrupt), path)
-    if entry.writer != "guest" or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
+    if entry.writer != "guest" or (entry.previous, entry.term) != (experiment.digest, experiment.term):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))
 
@@ -349,10 +349,10 @@ def _opened(
     if found.opened_at and _opened_by(store, found, stamp):
         return found  # an earlier attempt of this same call succeeded, and its reply was lost
     key = found.key
-    opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
-    if found.is_removed and RemovalBegun() not in said:
+    opened, events = Opened(experiment=key.experiment, trial=key.trial, term=found.term + 1, owner=owner), also(found)
+    if found.is_removed and Deletion() not in events:
         raise ResumeFailed(f"{key} is being deleted by {found.owner}: finish the deletion, or use another name")
-    return append(store, found, [opened, *said], stamp)
+    return append(store, found, [opened, *events], stamp)
 
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
@@ -396,7 +396,7 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap)
 def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: ParallelMap) -> LoadedJournal:
     """Fold the segments and entries before the newest segment, then that segment."""
     end = newest.experiment
-    known, loaded = dict(end.milestones), LoadedJournal(nothing_yet(end.key))
+    known, loaded = dict(end.segment_digests), LoadedJournal(nothing_yet(end.key))
     way = pairwise((0, *steps(listed, begin_of(end.number))))
     for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
         if isinstance(step, Segment):
@@ -450,9 +450,9 @@ def _mend(store: ObjectStore, loaded: LoadedJournal, opened: Experiment, side_by
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
     opened = next((event.owner for event in winner.events if isinstance(event, Opened)), None)
-    how = f"owner {winner.epoch}, {opened}, took over" if opened else f"another process wrote as owner {winner.epoch}"
+    how = f"owner {winner.term}, {opened}, took over" if opened else f"another process wrote as owner {winner.term}"
     return Superseded(
-        f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. "
+        f"{experiment.key}: this process is owner {experiment.term}, and {how} at {winner.at}. "
         "Stop here: it continues there, and every committed checkpoint is kept"
     )
 
@@ -475,12 +475,12 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
         path = key.entry_path(number)
         return decode_entry(read_listed(store, path), path)
 
-    def owner_of(epoch: int) -> Owner | None:
+    def owner_of(term: int) -> Owner | None:
         before = range(1, experiment.opened_at)
-        opening = entry(before[bisect_left(before, epoch, key=lambda number: entry(number).epoch)])
+        opening = entry(before[bisect_left(before, term, key=lambda number: entry(number).term)])
         return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
 
-    return [owner for owner in side_by_side(owner_of, range(1, experiment.epoch)) if owner is not None]
+    return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
 
 
 # Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.
@@ -494,7 +494,7 @@ def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_si
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
     """
-    if not known.apart:
+    if not known.own_journal:
         return known
     own = JournalKey(experiment=experiment, trial=known.trial)
     found = load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)

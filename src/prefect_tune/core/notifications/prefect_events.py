@@ -22,6 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     GaveUp,
     Paused,
     Quarantined,
+    Question,
     Requeued,
     Resumed,
     events_in,
@@ -102,8 +103,7 @@ NOT_EMITTED = frozenset(
     (
         *("absorbed", "decided", "opened", "reported", "trial-added"),
         *("claimed", "retired"),
-        *("adopted", "described", "fork-begun", "forked", "inherited", "learned", "rebased"),
-        *("removal-begun", "removal-given-up"),
+        *("adopted", "configured", "forked", "deletion"),
     )
 )
 """Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
@@ -189,9 +189,14 @@ class ExperimentEnded(ExperimentEvent):
 
 
 def event_name(event: Event) -> str:
-    """Return the name of the Prefect event of a journal event: its type, or `reinstated` where a quarantine ends."""
-    is_reinstated = isinstance(event, Quarantined) and not event.quarantined
-    return f"prefect-tune.{'reinstated' if is_reinstated else event.type}"
+    """Return the name of the Prefect event of a journal event: its type, but for reinstatements and questions."""
+    match event:
+        case Quarantined(quarantined=False):
+            return "prefect-tune.reinstated"
+        case AttemptEnded(question=Question()):
+            return "prefect-tune.questioned"
+        case _:
+            return f"prefect-tune.{event.type}"
 
 
 def emitted_in(event: Event, before: Trial | None) -> Iterator[Event]:

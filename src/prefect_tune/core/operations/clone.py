@@ -32,10 +32,10 @@ from prefect_tune.core.experiment.trial_transitions import (
     Status,
     Trial,
     is_acceptable,
-    is_aside,
     is_collectable,
     is_held,
     is_live,
+    is_quarantined,
 )
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events.experiment_events import (
@@ -101,7 +101,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
     if not original.lies_at(origin):
         raise CheckpointCorrupt(f"{source.manifest_path}: refers to bytes of another trial")
     key = CheckpointKey(trial=TrialKey(experiment=into.name, trial=trial), step=source.step, sequence=into.number)
-    claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, epoch=into.epoch)
+    claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, term=into.term)
     journal = journal_of(store, origin.trial)
     events = partial(_claimed, origin=origin, claim=claim)
     append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
@@ -129,7 +129,7 @@ def _about(original: About, metadata: Mapping[str, object] | None, into: Experim
         update={
             "attempt": state.attempt if state else 0,
             "metadata": original.metadata if metadata is None else metadata,
-            "epoch": into.epoch,
+            "term": into.term,
             "write_id": stamp.write_id,
             "created_at": stamp.at,
             "parent": None,
@@ -268,11 +268,11 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
     trial = trial_in(state, claim.clone.trial)
     if trial is not None and is_live(trial, claim.clone):
         return False
-    if trial is not None and is_aside(trial, claim.clone):
+    if trial is not None and is_quarantined(trial, claim.clone):
         return False  # it may be a checkpoint again
-    if state.epoch == claim.epoch:
+    if state.term == claim.term:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
-    return state.epoch > claim.epoch  # a journal of an earlier term is stale, and proves nothing
+    return state.term > claim.term  # a journal of an earlier term is stale, and proves nothing
 
 
 def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:

@@ -11,7 +11,7 @@ from functools import partial
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_aside, is_live, live_keys
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live, is_quarantined, live_keys
 from prefect_tune.core.journal.journal import append_as_guest, trial_today
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.journal_events.experiment_events import GuestEvent, Quarantined
@@ -57,7 +57,7 @@ def quarantine(
 
     after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)
-    return [key for key in damaged if found and is_aside(found, key)]
+    return [key for key in damaged if found and is_quarantined(found, key)]
 
 
 def reinstate(
@@ -71,8 +71,8 @@ def reinstate(
 
     def events(state: Experiment) -> Sequence[GuestEvent]:
         found = trial_in(state, trial)
-        aside = [key for key in keys if found and is_aside(found, key)]
-        return [Quarantined(trial=trial.trial, sequence=key.sequence, quarantined=False) for key in aside]
+        known = [key for key in keys if found and is_quarantined(found, key)]
+        return [Quarantined(trial=trial.trial, sequence=key.sequence, quarantined=False) for key in known]
 
     after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)

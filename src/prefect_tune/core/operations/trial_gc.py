@@ -25,7 +25,7 @@ from functools import partial
 
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events.experiment_events import Claim, Retired
@@ -98,7 +98,9 @@ class _Subject:
         if found is None or found.phase in ENDED:
             return found
         known = self.known
-        elsewhere = known is not None and known.apart and known.phase in ENDED and state.opened_at <= known.absorbed
+        elsewhere = (
+            known is not None and known.own_journal and known.phase in ENDED and state.opened_at <= known.absorbed
+        )
         return found if elsewhere and found.phase in _WAITS else None
 
     def orphans(self, own: Trial) -> Sequence[Listed]:
@@ -268,20 +270,24 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
             return ()  # its experiment was deleted meanwhile
     if found is None or not _prunable(found, policy, needed):
         return ()
-    said: Sequence[Retired] = ()
+    retirements: Sequence[Retired] = ()
 
-    def say(state: Experiment) -> Sequence[Retired]:
-        nonlocal said
-        said = [each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires]
-        return said
+    def events(state: Experiment) -> Sequence[Retired]:
+        nonlocal retirements
+        retirements = [
+            each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires
+        ]
+        return retirements
 
-    append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
-    return [sequence for each in said for sequence in each.retires]
+    append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
+    return [sequence for each in retirements for sequence in each.retires]
 
 
 def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
-    aside = (each.sequence for each in retired_aside(trial.aside, trial.checkpoints, policy))
-    return [*retired(trial.checkpoints, policy), *aside]
+    quarantined = (
+        each.sequence for each in retired_quarantined(trial.quarantined_checkpoints, trial.checkpoints, policy)
+    )
+    return [*retired(trial.checkpoints, policy), *quarantined]
 
 
 def _prunable(trial: Trial, policy: Retention, needed: Collection[int]) -> Sequence[int]:
