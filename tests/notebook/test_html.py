@@ -30,7 +30,7 @@ EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
     known = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
-    return Trial(**{"trial": f"{number:05d}", "status": status, **known, **more})  # type: ignore[arg-type]  # as given
+    return Trial(**{"trial": f"{number:05d}", "phase": status, **known, **more})  # type: ignore[arg-type]  # as given
 
 
 def state(**changes: object) -> ProgressState:
