@@ -107,7 +107,7 @@ def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, tra
         raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
     into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
     made = fork(store, past, into, request.stamp, side_by_side=transfers)
-    _say(log, past, made)
+    _log_fork(log, past, made)
     return made.experiment
 
 
@@ -137,7 +137,7 @@ def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[st
     return settings
 
 
-def _say(log: Log, past: Past, made: Fork) -> None:
+def _log_fork(log: Log, past: Past, made: Fork) -> None:
     """Log the fork, and warn of each trial whose checkpoints the origin has deleted."""
     log.info("%s: a fork of %s, %d trials", made.experiment.name, past.origin, len(made.experiment.trials))
     for name, refs in made.lost.items():

@@ -91,10 +91,10 @@ def quarantine_checkpoints(
         by_trial.setdefault(key.trial, {})[key] = reason
     with target.open(timeout=timedelta(minutes=2)) as store, transfer_pool() as transfers:
 
-        def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
+        def quarantined(trial: TrialKey) -> Sequence[CheckpointKey]:
             return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
 
-        found, _ = _each(store, experiment, aside, by_trial)  # nothing is quarantined in an unreadable journal
+        found, _ = _each(store, experiment, quarantined, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]
 
 

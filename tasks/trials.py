@@ -61,14 +61,14 @@ def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
         ended = Attempt(spec, request, link, TasksOfAttempt(spec), log).run()
     if isinstance(ended.outcome, Failed):
         number = ended.experiment.trial(spec.trial.trial).attempt
-        log_failure(ended.outcome, number, spec, request.search_epoch, log)
+        log_failure(ended.outcome, number, spec, request.search_term, log)
     return state_of(ended.outcome, spec.trial.trial)
 
 
 def _log_of(spec: TrialSpec) -> Log:
     """Return the log of the task run; each message of a search's trial names the trial."""
     log = get_run_logger()
-    return TrialLog(log, spec.trial.trial) if spec.apart else log
+    return TrialLog(log, spec.trial.trial) if spec.own_journal else log
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from tools.house import (
     shared_class_names,
     size_of_the_package,
     unpromised,
+    vague_names,
     violations,
 )
 
@@ -167,3 +168,33 @@ def test_what_prefect_promises_is_none() -> None:
         "import prefect\nfrom prefect import flow\nprefect.__version__\nflow.name\nself._flow = flow\nlock(force=False)"
     )
     assert list(unpromised(source(text))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def set_aside(): ...",
+        "class Outside: ...",
+        "def f(told): ...",
+        "heard = 1",
+        "self.happened = 1",
+        "class A:\n    left: bool = False",
+        "class A:\n    go_on: bool",
+    ],
+)
+def test_a_vague_word_in_a_name_or_as_a_field_is_a_violation(text: str) -> None:
+    assert len(list(vague_names(source(text)))) == 1
+
+
+@pytest.mark.parametrize("text", ["left = total - done", "def say(): ...", "beside = 1", "use(told)", "standings = 1"])
+def test_a_word_that_is_plain_where_it_is_used_is_none(text: str) -> None:
+    assert list(vague_names(source(text))) == []
+
+
+def test_a_test_may_have_any_word_in_its_sentence_and_fewer_vague_ones_elsewhere() -> None:
+    def found(text: str) -> list[str]:
+        return list(vague_names(Source(Path("tests/test_some.py"), text, ast.parse(text))))
+
+    assert found("def test_what_is_told_is_heard(): ...") == []
+    assert found("aside = 1\nclass A:\n    left: bool") == []
+    assert found("told = 1") == ["tests/test_some.py:1: told: 'told' says less than the noun of the field"]

@@ -36,6 +36,15 @@ SHORT_BY_RIGHT = {
 }
 ENTRY_POINTS = ("cli", "flows", "integrations", "loggers")
 
+# Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.
+VAGUE = frozenset({"apart", "aside", "happened", "heard", "learned", "outside", "standing", "told"})
+VAGUE_IN_TESTS = frozenset({"happened", "heard", "told"})
+VAGUE_AS_FIELD = frozenset({"go_on", "left", "say"})  # fields are stored, or read far from where they are set
+MEANT = {
+    (Path("src/prefect_tune/reporting/svg.py"), "left"),  # the side of a frame
+    (Path("src/prefect_tune/terminal/progress_state.py"), "left"),  # the time that remains
+}
+
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
 PREFECT_API = Path("src/prefect_tune/prefect_api")  # the one package that may lean on what Prefect does not promise
@@ -190,6 +199,40 @@ def _is_private(name: str) -> bool:
     return room == "prefect" and any(part.startswith("_") and not part.endswith("__") for part in parts)
 
 
+def vague_names(source: Source) -> Iterator[str]:
+    """Every name of the file that is made of a vague word; the name of a test is a sentence, and may have any."""
+    words = VAGUE if source.path.parts[0] in PACKAGE else VAGUE_IN_TESTS
+    for line, name in _names(source.tree):
+        if not name.startswith("test_") and (found := words & set(_words(name))):
+            yield f"{source.path}:{line}: {name}: {min(found)!r} says less than the noun of the field"
+    for line, name in _fields(source.tree) if source.path.parts[0] in PACKAGE else ():
+        if name in VAGUE_AS_FIELD and (source.path, name) not in MEANT:
+            yield f"{source.path}:{line}: {name}: a field says what it holds"
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each function, class, argument, variable and attribute that the file defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def _words(name: str) -> Sequence[str]:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+
+
+def _fields(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            annotated = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            yield from ((each.lineno, each.id) for each in annotated if isinstance(each, ast.Name))
+
+
 def full_folders(sources: Sequence[Source]) -> Iterator[str]:
     """Every folder with more files than one sees at a glance."""
     for folder, count in sorted(Counter(source.path.parent for source in sources).items()):
@@ -268,6 +311,7 @@ def main(root: Path) -> int:
     figures, exceeded = size_of_the_package(package)
     found += [*exceeded, *full_folders([*package, *beside]), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
+    found += [each for source in (*package, *beside) for each in vague_names(source)]
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])
     if middle > FUNCTION_LINES_MEDIAN:

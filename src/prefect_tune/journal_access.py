@@ -53,7 +53,7 @@ def new_write_id() -> Stamp:
     return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
-def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
+def current_owner(*, search_term: int = 0, attempt: int = 0) -> Owner:
     """Return the identity of this process and its request, for the messages of owners that it supersedes."""
     return Owner(
         name=flow_run.name or "a script",
@@ -61,7 +61,7 @@ def current_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
         pid=os.getpid(),
         flow_run=flow_run.id,
         task_run=task_run.id,
-        search_epoch=search_epoch,
+        search_term=search_term,
         attempt=attempt,
     )
 
@@ -354,4 +354,4 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
 
 def _is_running_here(trial: Trial) -> bool:
     """Whether the journal that holds `trial` is the one that its attempts write."""
-    return trial.status is Status.RUNNING and not trial.apart
+    return trial.status is Status.RUNNING and not trial.own_journal

@@ -223,8 +223,8 @@ class Results:
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
         known = self._trial(trial)
-        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
-        last = known.absorbed if known.apart else self.experiment.number
+        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.own_journal else None)
+        last = known.absorbed if known.own_journal else self.experiment.number
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             entries = history(store, journal, side_by_side=transfers)
         return curve((entry for entry in entries if entry.number <= last), known.trial)

@@ -228,17 +228,17 @@ class CodeChoice:
     """`package.module:Name` if it is an importable object; None for a location, a command or a deployment."""
 
 
-def code_choices(settings: Mapping[str, object], learned: Collection[str] = ()) -> Sequence[CodeChoice]:
+def code_choices(settings: Mapping[str, object], known_sources: Collection[str] = ()) -> Sequence[CodeChoice]:
     """Return all code and locations that `settings` choose; nothing is imported.
 
     Args:
         settings: those of the journal.
-        learned: the experiments that the search has learned from already: their targets are not opened again.
+        known_sources: the experiments that the search has warm-started from: their targets are not opened again.
 
     Raises:
         InvalidInput: the search space in the settings is invalid.
     """
-    finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_places_to_learn_from, learned=learned)}
+    finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_warm_start_places, known_sources=known_sources)}
     named = [name for name, option in OPTIONS.items() if option.stored is Stored.CHOICE and name in settings]
     return [choice for name in named for choice in finders[name](settings[name])]
 
@@ -290,12 +290,12 @@ def _deployment(given: Any) -> Iterator[CodeChoice]:
         yield CodeChoice("trial_deployment", repr(given))
 
 
-def _places_to_learn_from(given: Any, learned: Collection[str] = ()) -> Iterator[CodeChoice]:
+def _warm_start_places(given: Any, known_sources: Collection[str] = ()) -> Iterator[CodeChoice]:
     """Yield the sources on other targets; a name without a target is on the experiment's own."""
     if not isinstance(given, list | tuple):
         yield CodeChoice("warm_start", repr(given))
     yield from (
-        CodeChoice("warm_start", repr(each)) for each in _texts_in(given) if "/" in each and each not in learned
+        CodeChoice("warm_start", repr(each)) for each in _texts_in(given) if "/" in each and each not in known_sources
     )
 
 
@@ -321,7 +321,7 @@ _FINDERS: Mapping[str, _Finder] = {
     "sync": _sync,
     "trial_deployment": _deployment,
     "trial_job_variables": _job_variables,
-    "warm_start": _places_to_learn_from,
+    "warm_start": _warm_start_places,
 }
 """What finds them in the value of each option that `SearchPlan` declares as `Stored.CHOICE`."""
 
@@ -365,9 +365,9 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
         UnsafePayload: one of them is not trusted. The message says what to pass.
     """
     key = target.signing_secret
-    # With a key, `Learned` events excuse no choice: they are not signed, so others could remove them.
-    learned = known.learned if key is None else ()
-    chosen = [each for each in code_choices(known.settings, learned) if each.parameter not in passed]
+    # With a key, warm starts excuse no choice: they are not signed, so others could remove them.
+    sources = known.warm_starts if key is None else ()
+    chosen = [each for each in code_choices(known.settings, sources) if each.parameter not in passed]
     if not chosen:
         return
     if key is None:

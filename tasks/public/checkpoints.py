@@ -391,11 +391,11 @@ def _quarantine(asked: RestoreArguments, key: CheckpointKey, damage: Exception) 
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
         with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
-            is_aside = quarantine(store, key.trial, {key: reason}, new_write_id(), side_by_side=transfers)
+            is_quarantined = quarantine(store, key.trial, {key: reason}, new_write_id(), side_by_side=transfers)
     except StoreRefused as refused:  # it is live; these credentials only read, or the target serves one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
-    if not is_aside:
+    if not is_quarantined:
         raise _RetiredMeanwhileError
     log.error("step %d cannot be restored, and is quarantined: %s", key.step, damage)
 
@@ -461,7 +461,7 @@ def _retired(asked: DeleteArguments) -> tuple[Experiment, Sequence[CheckpointKey
     """Retire the checkpoints of the step; return those to delete: these, or what an interrupted deletion has left."""
     state = own(asked.target, asked.experiment)
     found = state.trial(asked.trial)
-    every = (*found.checkpoints, *(each.checkpoint for each in found.aside))
+    every = (*found.checkpoints, *(each.checkpoint for each in found.quarantined_checkpoints))
     going = [each for each in every if each.step == asked.step]
     if not going:
         return state, _left_over(asked, found)

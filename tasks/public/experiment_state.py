@@ -56,7 +56,7 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     """
     asked = ExperimentArguments(**locals())
     state = own(asked.target, asked.experiment)
-    is_new = state.epoch == 1 and not state.trials
+    is_new = state.term == 1 and not state.trials
     if is_new and (hint := similar_experiment(asked.target, asked.experiment)):
         run_log().warning("Experiment %r at %s is new%s", asked.experiment, asked.target.uri, hint)
     return experiment_state(asked.target, state)
@@ -127,10 +127,10 @@ def _require_same_config(
 def _begun(found: Trial | None, asked: SyncArguments) -> Sequence[Event]:
     """Return the events of the reports that are new, after those with which an attempt begins."""
     new = _new_reports(found, asked.reports)
-    told = [Reported(trial=asked.trial, report=each) for each in new]
-    if told or (asked.status is not None and (found is None or found.status != asked.status)):
+    reports = [Reported(trial=asked.trial, report=each) for each in new]
+    if reports or (asked.status is not None and (found is None or found.status != asked.status)):
         step = new[0].step if new else (found.step if found else 0)
-        return [*opening_events(found, asked.trial, step, asked.config), *told]
+        return [*opening_events(found, asked.trial, step, asked.config), *reports]
     return [TrialAdded(trial=asked.trial, config=asked.config or {})] if found is None else []
 
 

@@ -84,7 +84,7 @@ def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experimen
 
 def _require_ours(state: Experiment, target: StorageTarget) -> None:
     require_goes_on(state)
-    if state.settings or any(trial.apart for trial in state.trials.values()):
+    if state.settings or any(trial.own_journal for trial in state.trials.values()):
         raise InvalidInput(
             f"experiment {state.name!r} at {target.uri} is a search, which writes its journal itself: expected a name "
             "that is free, or an experiment of these tasks. Nothing was written: choose another experiment name"

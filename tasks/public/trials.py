@@ -176,7 +176,7 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
     folder = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial")).folder
     plan = SearchPlan(**given)
     stopper = stopper_of_one_trial(plan.stopper)
-    spec = replace(trial_spec(plan, stopper), trial=folder, apart=False)
+    spec = replace(trial_spec(plan, stopper), trial=folder, own_journal=False)
     require_possible(spec)
     plain = storable_config(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
@@ -220,7 +220,7 @@ def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tup
         link.stop = stop
         writer = JournalWriter(spec.target, state, writer_of_trial(spec.trial.trial), link.wrote)
         with retrying_refusals(), closing(link):
-            request = AttemptRequest(search_epoch=state.epoch)
+            request = AttemptRequest(search_term=state.term)
             ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(writer)
     return ended.experiment, ended.outcome
 

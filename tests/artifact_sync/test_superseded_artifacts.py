@@ -97,7 +97,9 @@ def spec(request: pytest.FixtureRequest, bucket: Bucket) -> TrialSpec:
     assert not bucket.objects
     target = BucketTarget(name=request.node.name)
     sync = SyncConfig(sync_period_seconds=0)
-    return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, apart=True)
+    return TrialSpec(
+        target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, own_journal=True
+    )
 
 
 def attempt_in(spec: TrialSpec, directory: Path) -> TrialArtifacts:

@@ -20,7 +20,7 @@ from tests.fakes.trial_processes import until
 
 KEY = JournalKey(experiment="e")
 OFTEN = timedelta(milliseconds=5)
-STATE = nothing_yet(KEY).model_copy(update={"epoch": 3})
+STATE = nothing_yet(KEY).model_copy(update={"term": 3})
 TRIAL = RunningTrial(trial="a", attempt=1)
 
 
@@ -49,7 +49,7 @@ def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_live
     running.close()
     found = newest_live_status(bucket, KEY)
     assert found is not None
-    assert (found.epoch, found.trials) == (3, (TRIAL,))
+    assert (found.term, found.trials) == (3, (TRIAL,))
     assert found.number > 3
 
 

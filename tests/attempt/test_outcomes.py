@@ -7,8 +7,7 @@ from prefect.client.schemas.objects import StateType
 
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, state_of
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.messages.process_messages import Question
+from prefect_tune.core.journal_events.experiment_events import Cause, Question
 
 _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ..."
 
@@ -17,8 +16,13 @@ _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ...
     ("outcome", "kind", "name", "message"),
     [
         (Done("step 9 of 9", returned=False), StateType.COMPLETED, "Completed", "step 9 of 9"),
-        (Done("rung 3", returned=False, left=True, end="pruned"), StateType.COMPLETED, "Pruned", "rung 3"),
-        (Done("stopped by me", returned=False, left=True, end="interrupted"), StateType.CANCELLED, "Interrupted", None),
+        (Done("rung 3", returned=False, ended_early=True, end="pruned"), StateType.COMPLETED, "Pruned", "rung 3"),
+        (
+            Done("stopped by me", returned=False, ended_early=True, end="interrupted"),
+            StateType.CANCELLED,
+            "Interrupted",
+            None,
+        ),
         (Yielded("rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
         (
             Asking(Question(key="k", question="continue?", fields={})),

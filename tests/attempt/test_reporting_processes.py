@@ -17,8 +17,8 @@ from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
     FromTrial,
-    GoOn,
     Leave,
+    Proceed,
     StepDone,
     TrainableLoaded,
     TrialEnded,
@@ -82,12 +82,12 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
         assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
-        channel.tell(GoOn(milestone=5))
+        channel.tell(Proceed(milestone=5))
         asks = [next_of(channel) for _ in range(2)]
         assert [(each.report.step, each.asks) for each in asks if isinstance(each, StepDone)] == [(4, False), (5, True)]
         assert channel.receive(_SOON) is None
         channel.tell(Leave(reason="enough", save=False, for_good=True))
-        assert next_of(channel) == TrialEnded(reason="enough", left=True)
+        assert next_of(channel) == TrialEnded(reason="enough", ended_early=True)
         channel.end()
     assert not recorder.lines, "each thread has left, and printed nothing"
 

@@ -23,9 +23,9 @@ from prefect_tune.core.journal_events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
-    GoOn,
     Leave,
     MilestoneReached,
+    Proceed,
     StepDone,
     StopAndSave,
     ToTrial,
@@ -266,11 +266,11 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
-    asking = InProcessLink("t", lambda _: asking.answer(GoOn(milestone=None)), TrialProcessPool(slots=1))
+    asking = InProcessLink("t", lambda _: asking.answer(Proceed(milestone=None)), TrialProcessPool(slots=1))
     says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
     channel = FakeChannel(says)
     assert supervise(channel, FakeCommitWorker(), spec, asking) == Done("done", returned=False)
-    assert channel.sent == [GoOn(milestone=None)]
+    assert channel.sent == [Proceed(milestone=None)]
 
 
 @pytest.mark.parametrize(

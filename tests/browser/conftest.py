@@ -15,7 +15,7 @@ from tests.fakes.servers.prefect_database import migrated_database
 
 PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 _PATIENCE_MS = 120_000
-_TOLD_CHARACTERS = 10_000
+_SHOWN_CHARACTERS = 10_000
 _FEW_FRAMES = """
     const drawn = window.requestAnimationFrame.bind(window)
     window.requestAnimationFrame = draw => setTimeout(() => drawn(draw), 200)
@@ -62,7 +62,7 @@ def ui(installation: Installation, chromium: Browser, request: pytest.FixtureReq
     yield ui
     if request.session.testsfailed > failed:
         ui.picture(f"failed-{request.node.name}")
-        print(installation.server_log.read_text()[-_TOLD_CHARACTERS:])
+        print(installation.server_log.read_text()[-_SHOWN_CHARACTERS:])
     context.close()
 
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Error, Locator, Page
 _CONTROL = "textarea, input, [role=switch], .cm-content"
 _CLICKS = 30
 _BETWEEN_CLICKS_MS = 1_000
-_HEARD_MS = 20_000
+_RESPONSE_MS = 20_000
 _LOOKS = 12
 _LISTED_MS = 5_000
 _REDRAWN_MS = 500
@@ -173,7 +173,7 @@ class RunPage:
         button.click()
         for _ in range(_CLICKS):
             with suppress(Error):
-                return dialog.wait_for(state="hidden", timeout=_HEARD_MS)
+                return dialog.wait_for(state="hidden", timeout=_RESPONSE_MS)
             if button.is_enabled():
                 button.click()
         raise AssertionError(f"the server did not accept {name!r}: {dialog.inner_text()}")

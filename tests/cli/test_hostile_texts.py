@@ -17,7 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     CheckpointRef,
     Committed,
-    Described,
+    Configured,
     Event,
     GaveUp,
     Owner,
@@ -64,7 +64,7 @@ def target(tmp_path: Path) -> Path:
         state = append(store, state, events, next(stamps))
 
     settings = {"metric": ["loss", HOSTILE], "mode": "min", "note": HOSTILE, "space": {HOSTILE: HOSTILE}}
-    record(Described(settings=settings))
+    record(Configured(settings=settings))
     for number, name in enumerate(("errored", "running", "lost")):
         record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
         record(Started(trial=name, attempt=1, from_step=0))

@@ -14,7 +14,7 @@ from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
@@ -161,7 +161,7 @@ class Session:
         stamp = self.witness.stamp()
         about = About(
             attempt=self.trial.attempt,
-            epoch=self.experiment.epoch,
+            term=self.experiment.term,
             write_id=stamp.write_id,
             created_at=stamp.at,
             metrics={"head": self.head.hex()},
@@ -189,7 +189,7 @@ class Session:
             size_bytes=manifest.size_bytes,
         )
         live = (*self.trial.checkpoints, new)
-        aside = retired_aside(self.trial.aside, live, self.retention)
+        aside = retired_quarantined(self.trial.quarantined_checkpoints, live, self.retention)
         going = (*retired(live, self.retention), *(each.sequence for each in aside))
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
         stay = [KEY.checkpoint_key(each) for each in self.trial.checkpoints if each.sequence not in going]

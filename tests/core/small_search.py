@@ -18,8 +18,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
+    Configured,
     Decided,
-    Described,
     Event,
     Finished,
     Owner,
@@ -63,10 +63,10 @@ class SmallSearch:
         self.state = self._opened(JournalKey(experiment=self.name))
 
     def describe(self, **settings: object) -> None:
-        self.write(Described(settings=settings))
+        self.write(Configured(settings=settings))
 
     def add(self, trial: str) -> None:
-        self.write(TrialAdded(trial=trial, config={"name": trial}, apart=True))
+        self.write(TrialAdded(trial=trial, config={"name": trial}, own_journal=True))
 
     def begin(self, trial: str) -> None:
         """Start an attempt from the newest checkpoint, and check its bytes."""
@@ -91,7 +91,7 @@ class SmallSearch:
         stamp = _stamp()
         about = About(
             attempt=state.trial(trial).attempt,
-            epoch=state.epoch,
+            term=state.term,
             write_id=stamp.write_id,
             created_at=stamp.at,
             metrics=report.metrics,

@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
 
 
 def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> None:
-    trial = Trial(trial="t", config={}, attempt=1, step=3, status=Phase.RUNNING)
+    trial = Trial(trial="t", config={}, attempt=1, step=3, phase=Phase.RUNNING)
     trial = after(trial, Quarantined(trial="t", sequence=7, reason="torn manifest"), 100)
     assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
 

@@ -128,7 +128,7 @@ def test_what_is_reinstated_is_saved_upon_again(member: Member) -> None:
     maintains(member, *keys(member))
     member.append([Reported(trial="s", report=StepReport(step=4, metrics={}))])
     assert parent_of_next(member.key, member.trial) is None
-    aside = [each.checkpoint for each in member.trial.aside]
+    aside = [each.checkpoint for each in member.trial.quarantined_checkpoints]
     back = [CheckpointKey(trial=member.key, step=each.step, sequence=each.sequence) for each in aside]
     reinstate(member.store, member.key, back, member.chronicle.stamp(), side_by_side=map)
     member.append([Reported(trial="s", report=StepReport(step=5, metrics={}))])

@@ -9,7 +9,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal_events.experiment_events import Finished
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Scheduler, TrialReport
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -61,9 +61,9 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA(27, grace_period=3), FIFO(), [2, 3], GoOn(milestone=None), []),
-        (ASHA(27, grace_period=3), ASHA(27, grace_period=5), [2, 3], GoOn(milestone=5), []),
-        (ASHA(27, grace_period=5), ASHA(27, grace_period=3), [2, 3, 4, 5], GoOn(milestone=9), [5]),
+        (ASHA(27, grace_period=3), FIFO(), [2, 3], Proceed(milestone=None), []),
+        (ASHA(27, grace_period=3), ASHA(27, grace_period=5), [2, 3], Proceed(milestone=5), []),
+        (ASHA(27, grace_period=5), ASHA(27, grace_period=3), [2, 3, 4, 5], Proceed(milestone=9), [5]),
     ],
     ids=["asked-no-more", "asked-later", "asked-earlier"],
 )
@@ -73,7 +73,7 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     before: Scheduler,
     now: Scheduler,
     reports: list[int],
-    answer: GoOn,
+    answer: Proceed,
     decided: list[int],
 ) -> None:
     FarSearch(target, before).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)

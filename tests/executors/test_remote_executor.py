@@ -15,7 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.journal_events.experiment_events import Finished
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
@@ -108,8 +108,8 @@ def test_an_attempt_that_is_run_again_with_its_old_request_asks_again_and_gets_t
 
     again = RunAgain(target, reports=() if asks_first else (3,))
     state = search.live(nothing, attempt.starts, goes_on, nothing, again, nothing, nothing)
-    assert attempt.answer(3) == GoOn(milestone=9)
-    assert (again.attempt.trial.attempt, again.attempt.answer(3)) == (2, GoOn(milestone=9))
+    assert attempt.answer(3) == Proceed(milestone=9)
+    assert (again.attempt.trial.attempt, again.attempt.answer(3)) == (2, Proceed(milestone=9))
     decided = [each.report.step for each in state.trial("00000").past if each.what == "decided" and each.report]
     assert decided == [3]
 
@@ -118,7 +118,7 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
     search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
-    assert again.attempt.answer(4) == GoOn(milestone=9)
+    assert again.attempt.answer(4) == Proceed(milestone=9)
 
 
 def test_an_attempt_that_resumes_at_its_milestone_is_noticed_though_it_writes_no_report(
@@ -200,7 +200,7 @@ def test_the_newest_report_of_an_attempt_is_known_before_its_journal_has_it(
     def publish(number: int, of_attempt: int) -> StepReport:
         report = StepReport(step=59 + number, metrics={"loss": 0.5})
         row = RunningTrial(trial="00000", attempt=of_attempt, report=report, reported_at="now")
-        status = LiveStatus(epoch=1, owner=None, number=number, at="now", period_seconds=5, trials=(row,))
+        status = LiveStatus(term=1, owner=None, number=number, at="now", period_seconds=5, trials=(row,))
         with target.open(timeout=timedelta(seconds=9)) as store:
             write_live_status(store, key, status)
         return report
@@ -235,7 +235,7 @@ def test_the_newest_reports_of_attempts_are_read_side_by_side_and_delay_no_entry
         may_read.wait(timeout=60)
         side_by_side.wait(timeout=60)
         row = RunningTrial(trial=str(key.trial), attempt=1, report=StepReport(step=7, metrics={}), reported_at="now")
-        return LiveStatus(epoch=1, owner=None, number=1, at="now", period_seconds=5, trials=(row,))
+        return LiveStatus(term=1, owner=None, number=1, at="now", period_seconds=5, trials=(row,))
 
     monkeypatch.setattr(remote_executor, "newest_live_status", newest)
     for trial in trials:
@@ -264,7 +264,7 @@ def test_journals_are_read_and_answers_are_written_side_by_side(
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
     assert step_reports(executor.poll(NOW)) == [(1, True)] * len(trials)
     for trial in trials:
-        executor.answer(trial, GoOn(milestone=3), 1)
+        executor.answer(trial, Proceed(milestone=3), 1)
     executor.poll(NOW)
 
 
@@ -322,11 +322,11 @@ def test_the_end_of_an_attempt_is_known_once_its_journal_is_read(
 
 def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(target: LocalTarget) -> None:
     executor = RemoteExecutor(target, FarMachines(), NOW)
-    executor.start(plan_at(target), AttemptRequest(search_epoch=1), 1, absorbed=0)
+    executor.start(plan_at(target), AttemptRequest(search_term=1), 1, absorbed=0)
     FarAttempt(target).starts()
     executor.poll(NOW)
     executor.stop()
-    newer = FarAttempt(target, search_epoch=2)
+    newer = FarAttempt(target, search_term=2)
     newer.starts()
     newer.reports(1, asks=True)
     executor.poll(NOW)

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import newest_live_status
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
@@ -29,7 +29,7 @@ from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", trial="00000")
-GO_ON = GoOn(milestone=9)
+PROCEED = Proceed(milestone=9)
 LEAVE = Leave(reason="enough", save=True, for_good=True)
 
 
@@ -42,7 +42,7 @@ class Ends:
         self.received: list[Answer] = []
         self.link.connect(self.received.append)
 
-    def say(self, said: GoOn | Leave | StopAndSave, step: int = UNASKED) -> None:
+    def say(self, said: Proceed | Leave | StopAndSave, step: int = UNASKED) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
             answer(store, TRIAL, 1, step, said)
 
@@ -72,9 +72,9 @@ def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_w
         monkeypatch.setattr(PosixStore, "read", refuses)
         ends.ask(3)
         until(lambda: not refusals)
-        ends.say(GO_ON, 3)
+        ends.say(PROCEED, 3)
         until(lambda: ends.received)
-    assert ends.received == [GO_ON]
+    assert ends.received == [PROCEED]
     assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
         "trial 00000 cannot read its answers on the target: StoreRefused: AccessDenied"
     ]
@@ -95,9 +95,9 @@ def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
     until(lambda: ends.received)
     ends.ask(3)
     time.sleep(0.2)
-    ends.say(GO_ON, 3)
-    until(lambda: GO_ON in ends.received)
-    assert ends.received == [LEAVE, GO_ON]
+    ends.say(PROCEED, 3)
+    until(lambda: PROCEED in ends.received)
+    assert ends.received == [LEAVE, PROCEED]
 
 
 def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(
@@ -109,7 +109,7 @@ def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_
     owner = Owner(name="far", host="gpu-7", pid=1)
     state = nothing_yet(key)
     events: list[Event] = [
-        Opened(experiment="e", trial=TRIAL.trial, epoch=1, owner=owner),
+        Opened(experiment="e", trial=TRIAL.trial, term=1, owner=owner),
         TrialAdded(trial=TRIAL.trial, config={}),
         Started(trial=TRIAL.trial, attempt=1, from_step=0),
     ]

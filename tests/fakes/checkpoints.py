@@ -31,7 +31,7 @@ def files_in(directory: str | Path) -> dict[str, bytes]:
 
 
 def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
-    said = About(attempt=1, epoch=1, write_id=f"{key.name}", created_at="now", **about)
+    said = About(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
     with transfer_pool() as transfers:
         commit(store, key, StagedFiles(staged), said, reuse=reusable(store, key.trial, None, 0), side_by_side=transfers)
 

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import Described, Owner
+from prefect_tune.core.journal_events.experiment_events import Configured, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.stores.posix_store import make_root
 
@@ -120,7 +120,7 @@ def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> N
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)
         state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
-        append(store, state, [Described(settings=settings)], next(_STAMPS))
+        append(store, state, [Configured(settings=settings)], next(_STAMPS))
 
 
 def two(_config: Mapping[str, Any]) -> float:

@@ -33,7 +33,7 @@ from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.stopping import Outside
+from prefect_tune.tuner.stopping import StopSource
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.limits import limits_of
 
@@ -91,7 +91,7 @@ class SimulatedSearch:
             stopper="a:b",
             needs_curve=False,
             grace=timedelta(seconds=1),
-            apart=True,
+            own_journal=True,
         )
         driver = Driver(
             plan,
@@ -102,14 +102,14 @@ class SimulatedSearch:
             log=self.log,
             listener=ObserverGroup(),
         )
-        return driver.run(_Outside(until))
+        return driver.run(_StopSource(until))
 
     def are(self, state: Experiment) -> Sequence[str]:
         """Return the statuses of the trials."""
         return [str(each.phase) for each in state.trials.values()]
 
 
-class _Outside(Outside):
+class _StopSource(StopSource):
     """No stop requests; an interrupt once `until` holds."""
 
     def __init__(self, until: Callable[[], bool]) -> None:

@@ -263,7 +263,7 @@ def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     slow, state = Recorder(), state_at(target)
     listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):
-        listener.happened(Started(trial="trial", attempt=9, from_step=0), state)
+        listener.applied(Started(trial="trial", attempt=9, from_step=0), state)
     listener.start(state)
     listener.end(state, PATIENCE)
     assert hooks(slow) == ["setup", *WHOLE, "end"]

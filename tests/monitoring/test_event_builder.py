@@ -21,18 +21,18 @@ from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
     Cloned,
     Committed,
+    Configured,
     Event,
-    Extended,
     Finished,
-    ForkBegun,
+    Forked,
     ForkOrigin,
-    Learned,
     Paused,
     Reported,
     Requeued,
     Started,
     StopAsked,
     TrialAdded,
+    WarmStart,
 )
 from prefect_tune.core.models import Digest, StepReport
 from prefect_tune.core.notifications.health import Allowance, Budget
@@ -62,7 +62,7 @@ def step(trial: str, number: int, loss: float, *, at: int) -> Absorbed:
 
 def begun(trial: str) -> list[Event]:
     return [
-        TrialAdded(trial=trial, config={}, apart=True),
+        TrialAdded(trial=trial, config={}, own_journal=True),
         entry(trial, 1, Started(trial=trial, attempt=1, from_step=0)),
     ]
 
@@ -160,13 +160,16 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
     assert upstream(made[-1]) == [of_00000]
 
 
-def test_the_best_model_is_made_from_what_its_search_learned_from_and_was_forked_from() -> None:
+def test_the_best_model_is_made_from_the_warm_starts_and_the_origin_of_its_search() -> None:
     state = nothing_yet("first")
     origin = ForkOrigin(experiment="old", number=3, digest=Digest("d"))
     places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
     named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
-    learned = [Learned(source=each, place=at, lessons=()) for each, at in zip(named, [*places, places[1]], strict=True)]
-    for event in (ForkBegun(origin=origin), *learned):
+    sources = [
+        WarmStart(source=each, place=at, trials=()) for each, at in zip(named, [*places, places[1]], strict=True)
+    ]
+    first, second = (Configured(settings={}, warm_starts=tuple(each)) for each in (sources[:1], sources[1:]))
+    for event in (Forked(origin=origin), first, second):
         state = after_event(state, event, 1)
     model = Story(state=state).goes(*begun("00000"), step("00000", 2, 0.5, at=1))[-1]
     assert upstream(model)[1:] == [
@@ -222,10 +225,9 @@ def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_anothe
 def test_an_event_about_the_whole_experiment_has_its_resource_and_is_not_limited() -> None:
     story = Story()
     story.builder._allowance = Allowance(0, 0)
-    (extended,) = story.goes(Extended(run="r", samples=2))
-    assert (extended.event, extended.resource) == ("prefect-tune.extended", PLACE.resource)
     (asked,) = story.goes(StopAsked(reason="enough"))
-    assert (asked.event, asked.payload["reason"]) == ("prefect-tune.stop-asked", "enough")
+    assert (asked.event, asked.resource) == ("prefect-tune.stop-asked", PLACE.resource)
+    assert asked.payload["reason"] == "enough"
 
 
 def test_what_goes_on_for_too_long_is_reported() -> None:
@@ -276,7 +278,7 @@ def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
 
 def play(emitter: EventEmitter, *events: Event) -> None:
     for event in events:
-        emitter.happened(event, after_event(emitter.experiment, event, 1))
+        emitter.applied(event, after_event(emitter.experiment, event, 1))
 
 
 def test_events_that_the_journal_holds_do_not_lag(emitter: EventEmitter) -> None:

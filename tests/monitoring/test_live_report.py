@@ -209,7 +209,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
-    seen.happened(added, search.state)
+    seen.applied(added, search.state)
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
@@ -224,7 +224,7 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     def begins(name: str) -> None:
         for event in (TrialAdded(trial=name, config={"x": 1}), Started(trial=name, attempt=1, from_step=0)):
             search.record(event)
-            seen.happened(event, search.state)
+            seen.applied(event, search.state)
         seen.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
 
     def drawn(*given: Any) -> Any:

@@ -43,13 +43,13 @@ class ObservedExperiment:
         self.count = 0
         self.target = target
         self.observer = LiveStatusObserver(target, self.experiment, timedelta(hours=1))
-        self.happens(Opened(experiment="e", epoch=1, owner=HERE))
+        self.happens(Opened(experiment="e", term=1, owner=HERE))
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.count += 1
             self.experiment = after_event(self.experiment, event, self.count)
-            self.observer.happened(event, self.experiment)
+            self.observer.applied(event, self.experiment)
 
     def absorbs(self, *events: Event) -> None:
         number = self.experiment.trial("a").absorbed + 1
@@ -84,8 +84,8 @@ def observed(tmp_path: Path) -> Iterator[ObservedExperiment]:
 
 
 def test_a_trial_with_a_journal_of_its_own_runs_where_that_was_opened(observed: ObservedExperiment) -> None:
-    opened = Opened(experiment="e", trial="a", epoch=1, owner=ELSEWHERE)
-    observed.happens(TrialAdded(trial="a", config={}, apart=True))
+    opened = Opened(experiment="e", trial="a", term=1, owner=ELSEWHERE)
+    observed.happens(TrialAdded(trial="a", config={}, own_journal=True))
     observed.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
     assert observed.running() == {"a": RunningTrial(trial="a", attempt=1, began_at=AT, host="elsewhere")}
 

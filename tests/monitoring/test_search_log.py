@@ -77,12 +77,12 @@ class LoggedSearch:
         for event in events:
             state = after_event(self.state, event, self.state.number + 1)
             self.state = state.model_copy(update={"number": state.number + 1})
-            self.log.happened(event, self.state)
+            self.log.applied(event, self.state)
 
 
-def logged(caplog: pytest.LogCaptureFixture, *events: Event, apart: bool = True) -> Sequence[str]:
+def logged(caplog: pytest.LogCaptureFixture, *events: Event, own_journal: bool = True) -> Sequence[str]:
     """The lines logged for these events of one trial."""
-    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, apart=apart), *events)
+    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, own_journal=own_journal), *events)
     return caplog.messages
 
 
@@ -107,13 +107,13 @@ def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
 ) -> None:
     stop = Stop(reason="rung", early=early)
     decided = Decided(trial=T, report=AT_2, decision=stop)
-    *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", left=True))
+    *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", ended_early=True))
     assert last.startswith(f"trial 00003 {end} {AT}: rung")
     assert (SAVED_AT in last) is not early, "nothing resumes a pruned trial"
 
 
 def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
-    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", left=True))
+    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", ended_early=True))
     assert last.startswith(f"trial 00003 interrupted {AT}: stopped by me; {SAVED_AT}")
 
 
@@ -128,7 +128,7 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
     for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
         reason = f"loss = {loss} at step 2: number {rank} of 3, of which 1 is promoted"
         search.goes(
-            TrialAdded(trial=trial, config={}, apart=True),
+            TrialAdded(trial=trial, config={}, own_journal=True),
             Started(trial=trial, attempt=1, from_step=0),
             Reported(trial=trial, report=StepReport(step=2, metrics={"loss": loss})),
             Committed(trial=trial, checkpoint=CheckpointRef(step=2, sequence=4)),
@@ -147,13 +147,13 @@ def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: 
 def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
-        search.goes(TrialAdded(trial=trial, config={}, apart=True), Started(trial=trial, attempt=1, from_step=0))
+        search.goes(TrialAdded(trial=trial, config={}, own_journal=True), Started(trial=trial, attempt=1, from_step=0))
     for step, accuracy in ((1, 0.95), (2, 0.9)):
         search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
         search.goes(
             Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
         )
-    search.goes(Finished(trial="00001", reason="asked", left=True))
+    search.goes(Finished(trial="00001", reason="asked", ended_early=True))
     early = StepReport(step=1, metrics={"accuracy": 0.97})
     search.log.reported(StepReported("00002", early, asks=False), search.state)
     search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
@@ -181,7 +181,7 @@ def test_a_newest_checkpoint_that_is_as_good_as_any_is_the_only_one_named(caplog
 def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial in ("00001", T, "00004"):
-        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, apart=True), started_of(trial))
+        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, own_journal=True), started_of(trial))
     search.log.reported(StepReported(T, AT_2, asks=False), search.state)
     search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
     copy = SAVED.model_copy(update={"sequence": 6})
@@ -203,9 +203,9 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial="00001", config={}, apart=True), started_of("00001"))
+    search.goes(TrialAdded(trial="00001", config={}, own_journal=True), started_of("00001"))
     search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
-    search.goes(TrialAdded(trial=T, config=CONFIG, apart=True), *TRAINED, Paused(trial=T, reason="rung"))
+    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, Paused(trial=T, reason="rung"))
     assert caplog.messages[-1].endswith("loss 0.5 (best by last report: 0.1, trial 00001): rung")
     search.goes(AttemptEnded(trial="00001", cause=Cause.MACHINE, message=OWNER_VANISHED), started_of("00001", 2))
     search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
@@ -224,7 +224,7 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
-    search.goes(TrialAdded(trial=T, config={}, apart=True), *TRAINED)
+    search.goes(TrialAdded(trial=T, config={}, own_journal=True), *TRAINED)
     caplog.clear()
     search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
     search.goes(vanished, started(2, SAVED), vanished)
@@ -237,7 +237,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
 
 def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config={}, apart=True))
+    search.goes(TrialAdded(trial=T, config={}, own_journal=True))
     search.log.lost(search.state.trial(T), "KilledWorker: tcp://10.0.0.7")
     assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
 
@@ -259,14 +259,14 @@ def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFi
 
 
 def test_an_end_that_two_journals_hold_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    end = Finished(trial=T, reason="stopped by me", left=True)
+    end = Finished(trial=T, reason="stopped by me", ended_early=True)
     search = LoggedSearch(metric=None)
     search.goes(TrialAdded(trial=T, config={}), *TRAINED, end)
-    search.log.happened(Absorbed(trial=T, number=9, events=(end,)), search.state)
+    search.log.applied(Absorbed(trial=T, number=9, events=(end,)), search.state)
     assert [each for each in caplog.messages if "stopped" in each] == caplog.messages[1:]
     assert len(caplog.messages) == 2
 
 
 def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), apart=False)
+    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), own_journal=False)
     assert first == "the trial begins: lr 0.01, net/layers 2"

@@ -30,7 +30,7 @@ EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
     known = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
-    return Trial(**{"trial": f"{number:05d}", "status": status, **known, **more})  # type: ignore[arg-type]  # as given
+    return Trial(**{"trial": f"{number:05d}", "phase": status, **known, **more})  # type: ignore[arg-type]  # as given
 
 
 def state(**changes: object) -> ProgressState:
@@ -153,7 +153,7 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
 
 
-@pytest.mark.parametrize("name", ["past", "apart", "fingerprint", "user_failures", "absorbed", "claims"])
+@pytest.mark.parametrize("name", ["past", "own_journal", "fingerprint", "user_failures", "absorbed", "claims"])
 def test_a_trial_prints_nothing_internal(name: str) -> None:
     search = asha(3)
     for each in search.state.trials.values():

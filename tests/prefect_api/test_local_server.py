@@ -76,13 +76,13 @@ def test_what_the_last_try_raised_is_for_the_log(refusals: int) -> None:
         anyio.run(ask)
 
 
-@pytest.mark.parametrize(("error", "is_told"), [(asyncio.CancelledError, False), (OSError, True)])
+@pytest.mark.parametrize(("error", "is_reported"), [(asyncio.CancelledError, False), (OSError, True)])
 def test_a_batch_that_the_end_cuts_short_is_no_error_to_tell_of(
-    error: type[BaseException], is_told: bool, caplog: pytest.LogCaptureFixture
+    error: type[BaseException], is_reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     try:
         raise error
     except error:
         logging.getLogger("recorder").exception("Error flushing 35 events (35 to retry, 0 dropped)")
     logging.getLogger("recorder").error("without an exception")
-    assert [not is_cut_short(record) for record in caplog.records] == [is_told, True]
+    assert [not is_cut_short(record) for record in caplog.records] == [is_reported, True]

@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     CheckpointRef,
     Committed,
-    Extended,
+    Configured,
     Finished,
     GaveUp,
     Owner,
@@ -127,7 +127,7 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
     for night in ("first", "second", "third"):
         if night != "first":
             search.opens(night, after=86_000)
-        search.record(Extended(run=night, samples=2))
+        search.record(Configured(settings=search.settings, extensions={night: 2}))
         for index in range(1 if night == "second" else 2):  # one trial was left to the third run
             search.adds(f"{night}-{index}", {"x": index})
             search.starts(f"{night}-{index}")

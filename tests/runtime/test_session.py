@@ -205,5 +205,5 @@ def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp
 
     with pytest.raises(TrialOver) as over:
         train()
-    assert over.value.ended.left
+    assert over.value.ended.ended_early
     assert supervisor.saved == supervisor.steps == session.step

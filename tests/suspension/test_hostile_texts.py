@@ -15,7 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Questioned
+from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Question
 from prefect_tune.core.journal_events.trial_events import QuarantinedCheckpoint
 from prefect_tune.core.notifications.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
@@ -29,13 +29,11 @@ from tests.fakes.untrusted import HOSTILE, require_visible
 trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
 
 _MARKUP = "![x](http://theirs) <img src=x>"
-_ASKED = Questioned(
-    trial="00000", key="k", question=f"Continue?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5}
-)
+_ASKED = Question(key="k", question=f"Continue?\n{_MARKUP}\x1b]0;title\x07", fields={"go": True, "rate": 0.5})
 
 
 def test_a_question_is_text_in_the_form_and_no_markup() -> None:
-    form = form_of_question(_ASKED, "e", why=_MARKUP)
+    form = form_of_question("00000", _ASKED, "e", why=_MARKUP)
     said = str(getattr(form, "_description", None))
     assert "Continue?\n\\!\\[x\\]" in said
     assert "![" not in said
@@ -58,7 +56,7 @@ def test_a_question_gives_the_terminal_no_commands(
         return ""
 
     monkeypatch.setattr("builtins.input", typed)
-    asked_in_terminal(_ASKED.model_copy(update={"fields": {"go\x1b[2J": True}}))
+    asked_in_terminal("00000", _ASKED.model_copy(update={"fields": {"go\x1b[2J": True}}))
     assert "\\x1b]0;title\\x07" in (said := capsys.readouterr().out)
     assert "\x1b" not in said + "".join(prompts)
 
@@ -80,7 +78,7 @@ def test_the_log_of_a_question_gives_the_terminal_no_commands(
         monkeypatch.setattr(suspend_loop, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
         monkeypatch.setattr(suspend_loop, way, answers)
         with pytest.raises(Answered):
-            suspend_loop._answers_of_persons(asking, lambda: form_of_question(_ASKED, "e"))
+            suspend_loop._answers_of_persons(asking, lambda: form_of_question("00000", _ASKED, "e"))
     assert caplog.text.count("\\x1b]0;title\\x07") == 2
     assert "\x1b" not in caplog.text
 
@@ -90,16 +88,16 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 ) -> None:
     monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
     caplog.set_level(logging.INFO)
-    ended = Trial(trial="trial", config={}, status=Phase.FINISHED, reason="done\x1b]0;title\x07")
+    ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, reason="done\x1b]0;title\x07")
     state = Experiment(key=JournalKey(experiment="e"), trials=TrialMap.of([ended]))
     plan = SimpleNamespace(spec=SimpleNamespace(target=LocalTarget(path="/runs")))
-    run_training._say_where_it_stands(plan, state, is_done=True)
+    run_training._log_progress(plan, state, is_done=True)
     assert "done\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
 
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
-    errored = Trial(trial="00000", config={}, status=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
+    errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b")
     said = run_search._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
@@ -107,7 +105,9 @@ def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
 
 def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     bad = QuarantinedCheckpoint(checkpoint=CheckpointRef(step=3, sequence=1), since=1, reason="bad\x1b]0;title\x07")
-    trial_attempt._say_what_is_aside(Trial(trial="t", config={}, aside=(bad,)), logging.getLogger("a run"))
+    trial_attempt._log_quarantined(
+        Trial(trial="t", config={}, quarantined_checkpoints=(bad,)), logging.getLogger("a run")
+    )
     assert "bad\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -118,8 +118,8 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
     outcomes.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
     ends: tuple[outcomes.Outcome, ...] = (
-        outcomes.Done(HOSTILE, returned=True, left=False),
-        outcomes.Done(HOSTILE, returned=True, left=True, end="pruned"),
+        outcomes.Done(HOSTILE, returned=True, ended_early=False),
+        outcomes.Done(HOSTILE, returned=True, ended_early=True, end="pruned"),
         outcomes.Yielded(HOSTILE),
         failed,
     )
@@ -129,7 +129,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
-    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_aside=True)
+    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_quarantined=True)
     upkeep = Upkeep("e", damaged=(damaged,), not_looked_at=(NotLookedAt("e", HOSTILE, HOSTILE),))
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]

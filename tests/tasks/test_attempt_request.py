@@ -77,7 +77,7 @@ class CommitHarness:
             trainable="",
             stopper="",
             needs_curve=False,
-            apart=True,
+            own_journal=True,
         )
         stop = threading.Event()
         self.link = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
@@ -124,7 +124,7 @@ class CommitHarness:
         (directory / "weights").write_text(str(step))
         key = CheckpointKey(trial=trial, step=step, sequence=journal_writer.experiment.number)
         stamp = new_write_id()
-        about = About(attempt=1, epoch=1, write_id=stamp.write_id, created_at=stamp.at)
+        about = About(attempt=1, term=1, write_id=stamp.write_id, created_at=stamp.at)
         save_checkpoint.fn(self.target, key, directory, about)
         report = StepReport(step=step, metrics={})
         ref = CheckpointRef(step=step, sequence=key.sequence)
@@ -149,8 +149,8 @@ def harness(tmp_path: Path) -> Iterator[CommitHarness]:
         yield CommitHarness(LocalTarget(path=str(tmp_path / "target")))
 
 
-def attempt_request(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
-    return AttemptRequest(config={"x": 1}, attempt=attempt, search_epoch=search_epoch, exploit=exploit)
+def attempt_request(attempt: int, *, search_term: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
+    return AttemptRequest(config={"x": 1}, attempt=attempt, search_term=search_term, exploit=exploit)
 
 
 # ------------------------------------------------------------------------------------- the same request twice
@@ -213,7 +213,7 @@ def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(
     bad = Quarantined(
         trial=TRIAL, sequence=journal_writer.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills"
     )
-    request = replace(attempt_request(2), puts_aside=(bad,))
+    request = replace(attempt_request(2), quarantines=(bad,))
     harness.saves(harness.begun(request), 3)
     harness.begun(request)
     assert harness.count(Quarantined) == 1
@@ -282,14 +282,14 @@ def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(harness: Commi
 
 
 @pytest.mark.parametrize(
-    "late", [attempt_request(1), attempt_request(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
+    "late", [attempt_request(1), attempt_request(3, search_term=1)], ids=["of an older attempt", "of an older owner"]
 )
 def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(
     harness: CommitHarness, late: AttemptRequest
 ) -> None:
     """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
     harness.begun(attempt_request(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
-    runs = harness.begun(attempt_request(2, search_epoch=2))
+    runs = harness.begun(attempt_request(2, search_term=2))
     before = harness.count(Opened)
     with pytest.raises(Superseded, match="a newer request replaced this one"):
         harness.given(late)
@@ -300,7 +300,7 @@ def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that
 def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(harness: CommitHarness) -> None:
     harness.begun(attempt_request(1))
     assert harness.begun(attempt_request(2)).experiment.trial(TRIAL).attempt == 2
-    assert harness.begun(attempt_request(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
+    assert harness.begun(attempt_request(3, search_term=5)).experiment.trial(TRIAL).attempt == 3
 
 
 # ------------------------------------------------------------------------- requests of a deleted experiment
@@ -326,7 +326,7 @@ def test_orders_of_an_experiment_that_was_deleted_begin_nothing(harness: CommitH
 def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
     harness: CommitHarness,
 ) -> None:
-    late = replace(attempt_request(1, search_epoch=3), config={"x": 0}, experiment_id=searched(harness.target))
+    late = replace(attempt_request(1, search_term=3), config={"x": 0}, experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
         remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
     now = replace(attempt_request(1), experiment_id=searched(harness.target))
@@ -343,8 +343,8 @@ def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(harness
     began.append(Finished(trial=TRIAL, reason="enough"))
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
     state = open_journal(harness.target, JournalKey(experiment="e"), opening)
-    harness.plan = replace(harness.plan, apart=False)
-    result = harness.run(AttemptRequest(search_epoch=state.epoch))
+    harness.plan = replace(harness.plan, own_journal=False)
+    result = harness.run(AttemptRequest(search_term=state.term))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state
 

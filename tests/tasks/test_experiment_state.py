@@ -63,7 +63,7 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     elif arrives == "never":
         bucket.on_its_way.clear()
     opened = restore_experiment_state.fn(target, "e", ME, STAMP)
-    assert (opened.number, opened.epoch, opened.owner, opened.settled_from) == (2, 1, ME, 1)
+    assert (opened.number, opened.term, opened.owner, opened.settled_from) == (2, 1, ME, 1)
     assert journal.load(bucket, "e", side_by_side=map) == opened
     assert restore_experiment_state.fn(target, "e", ME, STAMP) == opened
 

@@ -63,8 +63,10 @@ def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_go
     assert len(found) == 1
     committed = [each.checkpoint.step for each in found[0] if isinstance(each, Committed)]
     aside = [each for each in found[0] if isinstance(each, Quarantined)]
-    assert [each.sequence for each in aside] == [each.checkpoint.sequence for each in harness.state().aside]
-    assert [each.checkpoint.step for each in harness.state().aside] == list(range(1, committed[0]))
+    assert [each.sequence for each in aside] == [
+        each.checkpoint.sequence for each in harness.state().quarantined_checkpoints
+    ]
+    assert [each.checkpoint.step for each in harness.state().quarantined_checkpoints] == list(range(1, committed[0]))
     assert all("expected blake3" in each.reason for each in aside)
     assert [key.step for key in harness.live()] == list(range(committed[0], 3 + EVERY))
 
@@ -86,7 +88,7 @@ def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[C
     harness, commit_worker = training
     commit_worker._spec = replace(harness.plan, retention=Retention(last=1))
     saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert (harness.state().aside, damaged(harness)) == ((), [])
+    assert (harness.state().quarantined_checkpoints, damaged(harness)) == ((), [])
     assert [key.step for key in harness.live()] == [2 + EVERY]
 
 

@@ -21,7 +21,7 @@ def running() -> Experiment:
 
 
 def live(period_seconds: float) -> LiveStatus:
-    return LiveStatus(epoch=0, owner=None, number=1, at=AT, period_seconds=period_seconds, trials=())
+    return LiveStatus(term=0, owner=None, number=1, at=AT, period_seconds=period_seconds, trials=())
 
 
 @pytest.mark.parametrize(

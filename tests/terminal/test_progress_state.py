@@ -43,7 +43,7 @@ class Search:
     def happens(self, *events: Event) -> None:
         for event in events:
             self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
-            self.tracker.happened(event, self.experiment, NOON, self.now)
+            self.tracker.applied(event, self.experiment, NOON, self.now)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
@@ -112,7 +112,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.tracker.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON, 0.0)
+    search.tracker.applied(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON, 0.0)
     assert search.tracker.state(1.0).best is None
 
 
@@ -128,7 +128,7 @@ def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search)
     search.begins("0")
     ended = Finished(trial="0", reason="enough")
     search.happens(ended)
-    search.tracker.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON, 0.0)
+    search.tracker.applied(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON, 0.0)
     assert [(each.trial, each.text, each.is_bad) for each in search.tracker.state(1.0).notes] == [
         ("0", "completed: enough", False)
     ]

@@ -23,7 +23,7 @@ NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 def trial(number: int, phase: Phase) -> Trial:
     config = {"lr": 10.0**-number, "model": {"depth": number}, "same": "always", "name": f"[bold]{'x' * 30}"}
-    return Trial(trial=f"{number:05d}", config=config, status=phase, step=number, metrics={"loss": number / 7})
+    return Trial(trial=f"{number:05d}", config=config, phase=phase, step=number, metrics={"loss": number / 7})
 
 
 def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressState:

@@ -72,7 +72,7 @@ class SimulatedSearch:
 
     def happens(self, event: Event) -> None:
         self.experiment = self._after(event)
-        self.tracker.happened(event, self.experiment, NOON, self.now)
+        self.tracker.applied(event, self.experiment, NOON, self.now)
 
     def _after(self, event: Event) -> Experiment:
         self.number += 1
@@ -138,7 +138,7 @@ def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_aga
 
 
 def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_run() -> None:
-    state = after_event(nothing_yet("e"), TrialAdded(trial="a", config={}, apart=True), 1)
+    state = after_event(nothing_yet("e"), TrialAdded(trial="a", config={}, own_journal=True), 1)
     tracker = ProgressTracker(state, SearchEstimate("e", trial_count=1, step_count=100), 0.0, NOON)
     saved = CheckpointRef(step=50, sequence=3)
     reports = (Reported(trial="a", report=StepReport(step=step, metrics={})) for step in range(1, 51))
@@ -151,7 +151,7 @@ def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_
     for number, (now, at, events) in enumerate(entries, 1):
         event = Absorbed(trial="a", number=number, events=events, at=(NOON + timedelta(seconds=at)).isoformat())
         state = after_event(state, event, number + 1)
-        tracker.happened(event, state, NOON, now)
+        tracker.applied(event, state, NOON, now)
     for step in range(51, 61):
         tracker.reported("a", StepReport(step=step, metrics={}), state, step - 50.0)
         left = tracker.state(step - 50.0).left

@@ -14,8 +14,8 @@ from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settin
 from prefect_tune.trust import _FINDERS, code_choices
 
 
-def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-    return [(each.parameter, each.name) for each in code_choices(settings, learned)]
+def chosen(settings: Mapping[str, object], known_sources: Sequence[str] = ()) -> list[tuple[str, str | None]]:
+    return [(each.parameter, each.name) for each in code_choices(settings, known_sources)]
 
 
 def test_each_option_that_is_declared_as_a_choice_is_examined() -> None:

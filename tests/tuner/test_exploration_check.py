@@ -26,12 +26,12 @@ class Population:
         self.check = ExplorationCheck(Objective(metrics=("loss",), modes=("min",)), logging.getLogger("a flow run"))
         self.state: Experiment = nothing_yet("e")
         for number, trial in enumerate("abc", 1):
-            self.state = after_event(self.state, TrialAdded(trial=trial, config={"lr": 0.1}, apart=True), number)
+            self.state = after_event(self.state, TrialAdded(trial=trial, config={"lr": 0.1}, own_journal=True), number)
 
     def exploits(self, trial: str, source: str, lr: float = 0.2) -> None:
         exploit = Exploit(source=source, config={"lr": lr}, reason="behind")
         report = StepReport(step=5, metrics={"loss": 1.0})
-        self.check.happened(Decided(trial=trial, report=report, decision=exploit), self.state)
+        self.check.applied(Decided(trial=trial, report=report, decision=exploit), self.state)
 
     def reports(self, trial: str, losses: Mapping[int, float]) -> None:
         for step, loss in losses.items():

@@ -38,7 +38,7 @@ class Search:
 
     def __init__(self, *metrics: str) -> None:
         self.check = MetricCheck(Objective(metrics=metrics, modes=("min",) * len(metrics)), LOG)
-        self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, apart=True), 1)
+        self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, own_journal=True), 1)
 
     def reports(self, trial: str = T, **metrics: object) -> None:
         self.check.reported(StepReported(trial, StepReport(step=1, metrics=metrics), asks=False), self.state)
@@ -46,7 +46,7 @@ class Search:
     def happens(self, *events: Event) -> None:
         for event in events:
             self.state = after_event(self.state, event, self.state.number + 1)
-            self.check.happened(event, self.state)
+            self.check.applied(event, self.state)
 
     @property
     def why_end(self) -> str:
@@ -92,7 +92,7 @@ def test_one_trial_without_the_metric_and_without_a_similar_one_is_no_proof_but_
         f"the search ends if no report has it by the time two trials have completed{SILENT}"
     )
     *before, last = trial([{"skipped": 1}], name="00001")
-    search.happens(TrialAdded(trial="00001", config={}, apart=True), *before)
+    search.happens(TrialAdded(trial="00001", config={}, own_journal=True), *before)
     assert not search.why_end
     search.happens(last)
     assert search.why_end == NO_ACCURACY
@@ -101,10 +101,10 @@ def test_one_trial_without_the_metric_and_without_a_similar_one_is_no_proof_but_
 def test_a_search_ends_only_once_the_trials_that_train_meanwhile_have_reported_too() -> None:
     search = Search("los")
     names = "00001", "00002"
-    search.happens(*(TrialAdded(trial=name, config={}, apart=True) for name in names))
+    search.happens(*(TrialAdded(trial=name, config={}, own_journal=True) for name in names))
     search.happens(*(Started(trial=name, attempt=1, from_step=0) for name in names))
     search.happens(*trial([{"loss": 1.0}]))
-    search.happens(TrialAdded(trial="00003", config={}, apart=True))  # it began later
+    search.happens(TrialAdded(trial="00003", config={}, own_journal=True))  # it began later
     assert not search.why_end
     search.happens(AttemptEnded(trial="00001", cause=Cause.PREEMPTED, message=""))
     assert not search.why_end
@@ -119,7 +119,7 @@ def test_a_search_ends_only_once_the_trials_that_train_meanwhile_have_reported_t
 def test_a_search_continues_if_a_trial_that_trains_meanwhile_reports_the_metric() -> None:
     search = Search("loss")
     other = "00001"
-    search.happens(TrialAdded(trial=other, config={}, apart=True), Started(trial=other, attempt=1, from_step=0))
+    search.happens(TrialAdded(trial=other, config={}, own_journal=True), Started(trial=other, attempt=1, from_step=0))
     search.happens(*trial([{"val_loss": 1.0}]))
     assert not search.why_end
     search.reports(other, loss=1.0)
@@ -132,7 +132,7 @@ def test_a_trial_that_reports_something_else_ends_no_search_whose_next_trial_has
     search.happens(*trial([{"skipped": 1}]))
     others: Mapping[str, Mapping[str, object]] = {"00001": {"accuracy": 0.5}, "00002": {"skipped": 1}}
     for name, metrics in others.items():
-        search.happens(TrialAdded(trial=name, config={}, apart=True), *trial([metrics], name=name))
+        search.happens(TrialAdded(trial=name, config={}, own_journal=True), *trial([metrics], name=name))
     assert not search.why_end
 
 
@@ -204,7 +204,7 @@ def test_each_trial_that_completes_without_a_metric_that_others_report_is_named_
     search.happens(*trial([{"other": 1.0}]))
     caplog.clear()
     for name, reports in steps.items():
-        search.happens(TrialAdded(trial=name, config={}, apart=True), *trial(reports, name=name))
+        search.happens(TrialAdded(trial=name, config={}, own_journal=True), *trial(reports, name=name))
     lacking = (T, "00001", "00003")
     assert caplog.messages == [
         f"trial {each} completed and never reported the metric 'loss', which others have reported" for each in lacking

@@ -30,7 +30,7 @@ def written() -> WrittenEntries:
 @pytest.fixture
 def page(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
-    opened = Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1))
+    opened = Opened(experiment="e", term=1, owner=Owner(name="me", host="here", pid=1))
     page = pending_entry(written, random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         page.put(event)
@@ -59,7 +59,7 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, w
 )
 def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: PendingEntry) -> None:
     page.put(event)
-    assert page.write(may_wait=True).heard == ("w",)
+    assert page.write(may_wait=True).stop_requests == ("w",)
 
 
 def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: PendingEntry, written: WrittenEntries) -> None:
@@ -68,8 +68,8 @@ def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Pending
     page.put(Finished(trial="00001", reason="done"))
     page.write(may_wait=True)
     assert len(written.entries) == 1
-    page.put(Finished(trial="00000", reason="enough", left=True))
-    assert page.write(may_wait=True).trial("00000").left
+    page.put(Finished(trial="00000", reason="enough", ended_early=True))
+    assert page.write(may_wait=True).trial("00000").ended_early
     assert len(written.entries) == 2
 
 

@@ -13,9 +13,16 @@ from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
-from prefect_tune.core.journal_events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import (
+    Adopted,
+    Opened,
+    Quarantined,
+    Reported,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import (
     JournalWriter,
@@ -49,7 +56,7 @@ class Search:
         state = open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
         self.journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         if TRIAL not in state.trials:
-            self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
+            self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, own_journal=True)])
         policy = random_policy()
         self.page = PendingEntry(self.journal_writer, policy, ObserverGroup(), timedelta(seconds=300))
         self.merger = TrialJournalMerger(self.page, policy, self.journal_writer)
@@ -60,7 +67,7 @@ class Search:
         def first(found: Experiment) -> list[Adopted | TrialAdded]:
             return [] if found.trials else [Adopted(), TrialAdded(trial=TRIAL, config={})]
 
-        owner = current_owner(search_epoch=self.journal_writer.experiment.epoch, attempt=number)
+        owner = current_owner(search_term=self.journal_writer.experiment.term, attempt=number)
         state = open_journal(self.target, OWN, Opening(owner, new_write_id(), first))
         state = write_directly(self.target, state, [Started(trial=TRIAL, attempt=number, from_step=0)])
         self.merger.catch_up(TRIAL)
@@ -107,7 +114,7 @@ class TakenOver(StoppableExecutor):
         super().start(spec, orders, attempt, absorbed)
         if self.start_count == 1:
             with self._target.open(timeout=_MINUTE) as store:  # another process writes as a guest, without taking over
-                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=spec.trial, step=1, sequence=1))]
+                gone = [Quarantined(trial=TRIAL, sequence=1)]
                 append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
         self._inbox.clear()
@@ -146,7 +153,7 @@ def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(targ
 
     class Listening(StoppableExecutor):
         def start(self, spec: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
-            given.append((orders.search_epoch, orders.attempt))
+            given.append((orders.search_term, orders.attempt))
             super().start(spec, orders, attempt, absorbed)
 
     open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))

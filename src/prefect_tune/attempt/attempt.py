@@ -94,7 +94,7 @@ class Attempt:
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
         """
-        journal_writer = self._own_journal() if self.spec.apart else self._experiments_journal()
+        journal_writer = self._own_journal() if self.spec.own_journal else self._experiments_journal()
         return self.run_in(journal_writer) if isinstance(journal_writer, JournalWriter) else journal_writer
 
     def run_in(self, journal_writer: JournalWriter) -> AttemptResult:
@@ -107,7 +107,7 @@ class Attempt:
         with ScratchDirectory("staging", "artifacts") as scratch:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
             restored = self._restore_newest(journal_writer, scratch / "restored")
-            _say_what_is_lost(journal_writer.experiment.trial(self._name), log)
+            _log_lost_steps(journal_writer.experiment.trial(self._name), log)
             start = self._begin(journal_writer, scratch, restored)
             if start.attempt > 1:
                 artifacts.bring_back(start.attempt)
@@ -143,11 +143,11 @@ class Attempt:
 
         Return its writer, after an attempt without a journaled end was closed; or the result of an ended trial.
         """
-        spec, term = self.spec, self.request.search_epoch
+        spec, term = self.spec, self.request.search_term
         experiment = read_experiment(spec.target, spec.trial.experiment)
-        if experiment.epoch != term:
+        if experiment.term != term:
             raise Superseded(
-                f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.epoch}, "
+                f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.term}, "
                 f"{experiment.owner}, took over"
             )
         journal_writer = JournalWriter(spec.target, experiment, self.tasks.journal, self.link.wrote)
@@ -163,7 +163,7 @@ class Attempt:
         """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
         trial = experiment.trial(self._name)
         if trial.phase is Phase.FINISHED:
-            return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
+            return AttemptResult(Done(trial.reason, trial.returned, trial.ended_early), experiment)
         return AttemptResult(Yielded(trial.reason), experiment) if trial.phase is Phase.PAUSED else None
 
     def _own_journal(self) -> JournalWriter | AttemptResult:
@@ -186,7 +186,7 @@ class Attempt:
                 return (Adopted(), added)
             return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
-        owner = current_owner(search_epoch=request.search_epoch, attempt=request.attempt)
+        owner = current_owner(search_term=request.search_term, attempt=request.attempt)
         # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
         known = LoadedJournal(nothing_yet(spec.journal)) if request.attempt == 1 and not request.experiment_id else None
         reached = {} if request.reached is None else {trial: request.reached}
@@ -218,7 +218,7 @@ class Attempt:
         """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
         state = journal_writer.experiment.trial(self._name)
         known = {each.sequence for each in state.checkpoints}
-        events: list[Event] = [each for each in self.request.puts_aside if each.sequence in known]
+        events: list[Event] = [each for each in self.request.quarantines if each.sequence in known]
         if state.phase in ENDED:
             events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
         if events:
@@ -255,7 +255,7 @@ class Attempt:
     def _restore_newest(self, journal_writer: JournalWriter, destination: Path) -> Path | None:
         """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
         spec, name = self.spec, self._name
-        _say_what_is_aside(journal_writer.experiment.trial(name), self.log)
+        _log_quarantined(journal_writer.experiment.trial(name), self.log)
         while (key := newest_key(spec.trial, journal_writer.experiment.trial(name))) is not None:
             try:
                 return self.tasks.restore(key, destination)
@@ -307,10 +307,10 @@ def _are_carried_out(request: AttemptRequest, found: Experiment, trial: str) -> 
     return trial in found.trials and 0 < request.attempt <= min(ordered, found.trial(trial).attempt)
 
 
-def _say_what_is_aside(trial: Trial, log: Log) -> None:
+def _log_quarantined(trial: Trial, log: Log) -> None:
     """Log the quarantined checkpoints newer than the one being resumed; nothing else reports them."""
     newest = newest_checkpoint(trial)
-    for each in trial.aside:
+    for each in trial.quarantined_checkpoints:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
             log.error(
@@ -319,7 +319,7 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
             )
 
 
-def _say_what_is_lost(trial: Trial, log: Log) -> None:
+def _log_lost_steps(trial: Trial, log: Log) -> None:
     """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
     if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
@@ -359,7 +359,7 @@ def curve_up_to(spec: TrialSpec, start: CheckpointRef | None) -> Sequence[StepRe
 
 def has_had_enough(spec: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
-    if trial.returned or trial.left or trial.metrics.get("done") is True:
+    if trial.returned or trial.ended_early or trial.metrics.get("done") is True:
         return True
     last = last_report(trial)
     curve = curve_up_to(spec, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]

@@ -32,7 +32,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
 from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
@@ -83,7 +83,7 @@ def about_checkpoint(
     trial = experiment.trial(folder.trial)
     return About(
         attempt=trial.attempt,
-        epoch=experiment.epoch,
+        term=experiment.term,
         write_id=stamp.write_id,
         created_at=stamp.at,
         parent=parent.name if (parent := newest_key(folder, trial)) else None,
@@ -117,8 +117,8 @@ def commit_entry(  # noqa: PLR0913, PLR0917 - where, the state before, what was 
         size_bytes=saved.size_bytes,
     )
     live = (*trial.checkpoints, new)
-    aside = retired_aside(trial.aside, live, policy)
-    going = (*retired(live, policy), *(each.sequence for each in aside))
+    quarantined = retired_quarantined(trial.quarantined_checkpoints, live, policy)
+    going = (*retired(live, policy), *(each.sequence for each in quarantined))
     committed = Committed(
         trial=trial.trial,
         checkpoint=new,
@@ -127,7 +127,7 @@ def commit_entry(  # noqa: PLR0913, PLR0917 - where, the state before, what was 
         upload_seconds=round(upload_seconds, 3),
     )
     stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in going]
-    known = {each.sequence: each for each in (*live, *aside)}
+    known = {each.sequence: each for each in (*live, *quarantined)}
     doomed = [key.trial.checkpoint_key(known[sequence]) for sequence in going]
     return CommitEntry(committed, _sharing_damage(target, saved, stay, log), doomed)
 
@@ -346,7 +346,7 @@ class CommitWorker:
         self._logged_at, self._unlogged = now, 0
 
     def _committed(self, done: StepDone, directory: Path) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
-        """Save the checkpoint, again each time an external writer quarantines one meanwhile.
+        """Save the checkpoint, again each time a guest quarantines one meanwhile.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
         """

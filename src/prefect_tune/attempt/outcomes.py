@@ -13,8 +13,8 @@ from prefect.client.schemas.objects import State
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
-from prefect_tune.core.messages.process_messages import EndOfAttempt, Question
+from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Question
+from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
 from prefect_tune.core.texts import visible
 from prefect_tune.terminal.formatting import error_of
@@ -26,7 +26,7 @@ class Done:
 
     reason: str
     returned: bool
-    left: bool = False
+    ended_early: bool = False
     """Whether the scheduler or a stop request ended the trial for good."""
     end: EndOfAttempt | None = None
     """How the search had it end; None for a trial that completed."""
@@ -61,15 +61,13 @@ Outcome: TypeAlias = Done | Failed | Yielded | Asking
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
     """Return the journal events of an outcome."""
     match outcome:
-        case Done(reason=reason, returned=returned, left=left):
-            return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
+        case Done(reason=reason, returned=returned, ended_early=ended_early):
+            return [Finished(trial=trial, reason=reason, returned=returned, ended_early=ended_early)]
         case Yielded(reason=reason):
             return [Paused(trial=trial, reason=reason)]
         case Asking(question=asked):
-            return [
-                Questioned(trial=trial, key=asked.key, question=asked.question, fields=asked.fields),
-                AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=f"it asks: {asked.question}"),
-            ]
+            message = f"it asks: {asked.question}"
+            return [AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=message, question=asked)]
         case Failed(cause=cause, message=message, at_start=at_start):
             return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
         case _:
@@ -115,7 +113,7 @@ def _failed(message: str, trial: str) -> State[Any]:
     return states.Failed(message=why, data=TrialFailed(f"trial {trial}: {why}"))
 
 
-def log_failure(failure: Failed, attempt: int, spec: TrialSpec, search_epoch: int, log: Log) -> None:
+def log_failure(failure: Failed, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
     """Log a failure with its traceback, or the last output of its process; elsewhere only its first line is shown.
 
     An error that this process has logged for another trial, in the same run of the search, is logged in one line.
@@ -124,12 +122,12 @@ def log_failure(failure: Failed, attempt: int, spec: TrialSpec, search_epoch: in
     if failure.cause is Cause.PREEMPTED or "\n" not in error:
         return
     trial = spec.trial.trial
-    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_epoch).setdefault(hash(error), trial)
+    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_term).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
     log.error("attempt %d failed: %s", attempt, visible(said))
 
 
 @lru_cache(maxsize=8)
-def _logged_errors(_target: str, _experiment: str, _search_epoch: int) -> dict[int, str]:
+def _logged_errors(_target: str, _experiment: str, _search_term: int) -> dict[int, str]:
     """Return the hashes of the errors that one run of a search has logged here with a traceback, and their trials."""
     return {}

@@ -13,11 +13,11 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events.experiment_events import Event
-from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
+from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
 from prefect_tune.core.models import StepReport
 from prefect_tune.journal_access import new_write_id
 
-Answer: TypeAlias = GoOn | Leave
+Answer: TypeAlias = Proceed | Leave
 
 
 class SearchLink(Protocol):

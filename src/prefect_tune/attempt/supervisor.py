@@ -51,7 +51,7 @@ class _Supervisor:
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
-        self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
+        self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
         self._left: EndOfAttempt | None = None
         link.connect(self._answer)
@@ -81,11 +81,11 @@ class _Supervisor:
             self._kills_seen = (now, _out_of_memory_kills())
 
     def _took_in(self, message: FromTrial) -> Outcome | None:
-        if self._heard_at is not None:
-            self._heard_at = time.monotonic()
+        if self._last_message_at is not None:
+            self._last_message_at = time.monotonic()
         match message:
             case TrainableLoaded(code=code):
-                self._heard_at = time.monotonic()
+                self._last_message_at = time.monotonic()
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
@@ -112,7 +112,7 @@ class _Supervisor:
             return self._failed(Cause.BAD_METRIC, ended.reason)
         if ended.paused:
             return Yielded(ended.reason)
-        return Done(ended.reason, ended.returned, ended.left, self._left if ended.left else None)
+        return Done(ended.reason, ended.returned, ended.ended_early, self._left if ended.ended_early else None)
 
     def _take_down(self, done: StepDone) -> None:
         is_read = done.asks and self._link.reads_journal
@@ -131,8 +131,8 @@ class _Supervisor:
         self._commit_worker.save(done, self._saved)
 
     def _answer(self, answer: Answer) -> None:
-        if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
-            self._heard_at = time.monotonic()
+        if self._asks and self._last_message_at is not None:  # it waited for this; an unasked message is no progress
+            self._last_message_at = time.monotonic()
         self._asks = False
         if isinstance(answer, Leave):
             self._left = answer.end
@@ -140,7 +140,7 @@ class _Supervisor:
 
     def _saved(self, step: int) -> None:
         self._channel.tell(CheckpointSaved(step=step))
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._committed += 1
 
     def _waited_enough(self) -> Outcome | None:
@@ -151,9 +151,9 @@ class _Supervisor:
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
             return None  # it may wait for an upload, which has its own timeout, or for an answer
-        if self._spec.silence is None or self._heard_at is None:
+        if self._spec.silence is None or self._last_message_at is None:
             return None
-        silent = timedelta(seconds=time.monotonic() - self._heard_at)
+        silent = timedelta(seconds=time.monotonic() - self._last_message_at)
         if silent <= self._spec.silence:
             return None
         return self._failed(Cause.MACHINE, f"no report for {silent}: presumed hung, and killed")
@@ -183,7 +183,7 @@ class _Supervisor:
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:
-        loaded = self._heard_at is not None  # a checkpoint cannot cause a failure before loading
+        loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
         return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
 
 

@@ -55,20 +55,20 @@ class TrialSpec:
     """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
     concurrency_limits: tuple[str, ...] = ()
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
-    apart: bool = False
+    own_journal: bool = False
     """Whether the trial has a journal of its own, as in a search; a single training writes the experiment's."""
 
     @property
     def journal(self) -> JournalKey:
         """The journal that an attempt writes."""
-        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.apart else None)
+        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.own_journal else None)
 
 
 @dataclass(frozen=True)
 class AttemptRequest:
     """The request for one attempt of a trial."""
 
-    search_epoch: int = 0
+    search_term: int = 0
     """The term in which the requesting run owns the experiment."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
@@ -86,7 +86,7 @@ class AttemptRequest:
     """Resume from a clone of another trial's newest checkpoint, with another configuration."""
     last_step: int | None = None
     """The step with which each trial ends at the latest, from which nothing is exploited; None if it is not known."""
-    puts_aside: tuple[Quarantined, ...] = ()
+    quarantines: tuple[Quarantined, ...] = ()
     """Checkpoints to quarantine first, since the trainable fails on them."""
     answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """People's answers to the trial's questions, by the question's key."""

@@ -159,7 +159,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
     state, now = view.experiment, datetime.now(UTC)
-    about: dict[str, object] = {"experiment": state.name, "term": state.epoch, "owner": str(state.owner or "")}
+    about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
         chosen = caught_up(chosen, today[0])
@@ -189,7 +189,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
         "metric": list(objective.metrics) if objective else None,
         "mode": list(objective.modes) if objective else None,
         "trials_by_status": counted(state),
-        "term": state.epoch,
+        "term": state.term,
         "owner": str(state.owner or ""),
     }
     if as_json:
@@ -248,7 +248,7 @@ def _last_report(attempt: RunningTrial, now: datetime) -> str:
 
 def _owner_of(state: Experiment) -> str:
     """Return the number of the owner, and its run."""
-    return f"{state.epoch}: {state.owner}" if state.owner else ""
+    return f"{state.term}: {state.owner}" if state.owner else ""
 
 
 def _head(state: Experiment) -> Mapping[str, object]:

@@ -195,5 +195,5 @@ def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
 def caught_up(known: Trial, today: Trial) -> Trial:
     """Return a trial with the newest report and the checkpoints of `today`, its state in its own journal."""
     report = StepReport(step=today.step, metrics=today.metrics, trained_seconds=today.trained_seconds)
-    found = {"checkpoints": today.checkpoints, "aside": today.aside}
+    found = {"checkpoints": today.checkpoints, "quarantined_checkpoints": today.quarantined_checkpoints}
     return with_report(known, report).model_copy(update=found)

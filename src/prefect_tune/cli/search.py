@@ -239,9 +239,9 @@ def deploy(
     try:
         installed = apply_automations(notify=notify, without_action="leave out") if automations else []
     except TuneError as error:
-        _say(done, (), work_pool, as_json=as_json)
+        _print_outcome(done, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
-    _say(done, installed, work_pool, as_json=as_json)
+    _print_outcome(done, installed, work_pool, as_json=as_json)
 
 
 def _given(params: str | None) -> Mapping[str, Any]:
@@ -282,7 +282,7 @@ def _of_one(
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
 
 
-def _say(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
+def _print_outcome(done: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
     if as_json:
         names = [each.name for each in installed]
         print(json.dumps({"deployments": [asdict(each) for each in done], "automations": names}, indent=2))

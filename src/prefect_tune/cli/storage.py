@@ -27,7 +27,7 @@ from prefect_tune.cli.open_target import (
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_aside
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined
 from prefect_tune.core.models import plural, shown_size
 from prefect_tune.core.operations.scrub import DailyShare, inspect_one, read_one, reinstate, share_of
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
@@ -69,8 +69,8 @@ def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[Che
         return live
     folder = trial_key(state, trial)
     listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
-    aside = [(key, "quarantined") for key in listed if key and key.sequence in trial.quarantined]
-    return sorted([*live, *aside], key=lambda each: each[0].sequence)
+    quarantined = [(key, "quarantined") for key in listed if key and key.sequence in trial.quarantined]
+    return sorted([*live, *quarantined], key=lambda each: each[0].sequence)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Row:
 
     trial: str
     step: int
-    standing: str
+    status: str
     created_at: str | None = None
     size_bytes: int | None = None
     file_count: int | None = None
@@ -88,16 +88,16 @@ class _Row:
     path: str = ""
 
 
-def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
+def _row(store: ObjectStore, key: CheckpointKey, status: str) -> _Row:
     trial = key.trial.trial
     try:
         manifest = read_manifest(store, key)
     except (CheckpointCorrupt, CheckpointNotFound):
-        return _Row(trial, key.step, _standing_of_unreadable(store, key, standing), path=key.folder)
+        return _Row(trial, key.step, _status_of_unreadable(store, key, status), path=key.folder)
     return _Row(
         trial,
         key.step,
-        standing,
+        status,
         created_at=manifest.about.created_at,
         size_bytes=manifest.size_bytes,
         file_count=len(manifest.files),
@@ -107,21 +107,21 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
     )
 
 
-def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: str) -> str:
+def _status_of_unreadable(store: ObjectStore, key: CheckpointKey, status: str) -> str:
     """Return "damaged", or "retired" if a running trial retired it after the journal was read."""
-    if standing != "live":
-        return standing
+    if status != "live":
+        return status
     return "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
     trial_column = ("trial",) if of_search else ()
-    table = borderless_table(*trial_column, "step", "when", "size", "metrics", "standing")
+    table = borderless_table(*trial_column, "step", "when", "size", "metrics", "status")
     for row in rows:
         size = "" if row.size_bytes is None else shown_size(row.size_bytes)
-        cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.standing)
+        cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
         of = (row.trial,) if of_search else ()
-        table.add_row(*plain_cells((*of, *cells)), style="" if row.standing == "live" else "red")
+        table.add_row(*plain_cells((*of, *cells)), style="" if row.status == "live" else "red")
     return table
 
 
@@ -207,27 +207,27 @@ def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], st
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
     from prefect_tune.journal_access import new_write_id
 
-    key = _aside(state, trials, step)
+    key = _quarantined_key(state, trials, step)
     with transfer_pool() as transfers:
         found = read_one(store, key, side_by_side=transfers)
         if found.damage is None:
             is_there = bool(reinstate(store, key.trial, [key], new_write_id(), side_by_side=transfers))
         else:
-            is_there = is_aside(current_trial(store, key.trial, side_by_side=transfers), key)
+            is_there = is_quarantined(current_trial(store, key.trial, side_by_side=transfers), key)
         if not is_there:
             raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
     yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
 
 
-def _aside(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
+def _quarantined_key(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
     found = [
         trial_key(state, trial).checkpoint_key(each.checkpoint)
         for trial in trials
-        for each in trial.aside
+        for each in trial.quarantined_checkpoints
         if each.checkpoint.step == step
     ]
     if not found:
-        steps = {each.checkpoint.step for trial in trials for each in trial.aside}
+        steps = {each.checkpoint.step for trial in trials for each in trial.quarantined_checkpoints}
         there = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
     if len({key.trial for key in found}) > 1:

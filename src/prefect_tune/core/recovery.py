@@ -38,11 +38,10 @@ from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Deletion,
     Event,
     OneTrialsEvent,
     Quarantined,
-    RemovalBegun,
-    RemovalGivenUp,
     Reported,
 )
 from prefect_tune.core.storage.documents import read_document
@@ -50,7 +49,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 _TAIL = 64
-"""How many of the last entries are searched: after a `RemovalBegun` come only few entries of external writers."""
+"""How many of the last entries are searched: after a `Deletion` come only few entries of guests."""
 
 
 class OutdatedStateError(TuneError):
@@ -71,7 +70,7 @@ def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
 def trial_in(state: Experiment, trial: TrialKey) -> Trial | None:
     """Return the trial if `state` is of the journal that records its checkpoints; else None."""
     found = state.trials.get(trial.trial)
-    elsewhere = found is not None and found.apart and state.key.trial is None
+    elsewhere = found is not None and found.own_journal and state.key.trial is None
     return None if elsewhere else found
 
 
@@ -165,25 +164,25 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
 def is_deletion(store: ObjectStore, key: JournalKey) -> bool:
     """Return whether a deletion explains the missing entries of the journal `key`.
 
-    True if the newest remaining `RemovalBegun` or `RemovalGivenUp` is a `RemovalBegun`; or, without either, if no
-    blob is left: then a late write has arrived after everything was deleted.
+    True if the newest remaining `Deletion` is not cancelled; or, without one, if no blob
+    remains: then a late write has arrived after everything was deleted.
     """
     numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
     for number in reversed(numbers[-_TAIL:]):
-        said = _said_of_removal(store, key, number)
-        if said is not None:
-            return isinstance(said, RemovalBegun)
+        deletion = _deletion_in(store, key, number)
+        if deletion is not None:
+            return not deletion.cancelled
     return not any("/blobs/" in each.path for each in store.list(key.folder))
 
 
-def _said_of_removal(store: ObjectStore, key: JournalKey, number: int) -> RemovalBegun | RemovalGivenUp | None:
+def _deletion_in(store: ObjectStore, key: JournalKey, number: int) -> Deletion | None:
     path = key.entry_path(number)
     try:
         entry = None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
     except JournalCorrupt:
         return None
-    said = [each for each in entry.events if isinstance(each, RemovalBegun | RemovalGivenUp)] if entry else []
-    return said[-1] if said else None
+    found = [each for each in entry.events if isinstance(each, Deletion)] if entry else []
+    return found[-1] if found else None
 
 
 # Read a checkpoint back, verifying every byte while it streams; unverified bytes are never returned.
@@ -279,7 +278,7 @@ def adopt(
 
     `reached` has the last steps that running trials are known to have trained, also those with journals of their own.
     """
-    running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
+    running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.own_journal]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
     adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
     known = {each.trial: 0 for each in running} | dict(reached or {})

@@ -29,13 +29,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events.experiment_events import Quarantined
 from prefect_tune.core.notifications.prefect_events import (
     BestImproved,
     BudgetNearlySpent,
     SyncLagged,
     TrialStalled,
-    event_name,
 )
 from prefect_tune.deploy.api_client import prefect_server
 
@@ -190,7 +188,7 @@ def _failed() -> AutomationSpec:
 _ALERTS = (
     _alert(
         "alert on a damaged checkpoint",
-        event_name(Quarantined),
+        "prefect-tune.quarantined",
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
         kills="false",

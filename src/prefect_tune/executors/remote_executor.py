@@ -21,7 +21,7 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events.experiment_events import Entry, Opened, Reported, Started
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, newest_live_status
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -86,7 +86,7 @@ _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
 
 
-_Reply: TypeAlias = tuple[TrialKey, int, int, GoOn | Leave | StopAndSave]
+_Reply: TypeAlias = tuple[TrialKey, int, int, Proceed | Leave | StopAndSave]
 """To a trial, to its attempt, at its step."""
 
 
@@ -114,7 +114,7 @@ class _RemoteAttempt:
     milestone: int | None
     read: int
     """Number of the last entry that was read from its journal."""
-    search_epoch: int = 0
+    search_term: int = 0
     """The experiment's term of the search that reads it."""
     is_taken_over: bool = False
     """Whether a newer search has started the trial again: this one must not answer it any more."""
@@ -132,7 +132,7 @@ class _RemoteAttempt:
         """Whether its journal may have entries that were not read; False after 10 minutes of errors."""
         return self.unread_since is not None and now - self.unread_since <= _UNREAD.total_seconds()
 
-    def reply(self, step: int, said: GoOn | Leave | StopAndSave) -> _Reply:
+    def reply(self, step: int, said: Proceed | Leave | StopAndSave) -> _Reply:
         """Return the reply to this attempt at `step`."""
         return self.spec.trial, self.number, step, said
 
@@ -171,18 +171,18 @@ class RemoteExecutor:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = spec.trial.trial
         on_target(self._target, lambda store: take_back(store, spec.trial, attempt), _REQUEST)
-        sharing = PoolSharing(request.search_epoch, spec.reuse)
+        sharing = PoolSharing(request.search_term, spec.reuse)
         link = StoreLink(self._target, spec.trial, attempt, spec.sync.live_period, sharing)
         wait = self._elsewhere(spec, replace(request, experiment_id=self._id_of(spec)), link, attempt)
-        self._attempts[trial] = _RemoteAttempt(spec, attempt, request.milestone, absorbed, request.search_epoch)
+        self._attempts[trial] = _RemoteAttempt(spec, attempt, request.milestone, absorbed, request.search_term)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
-    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         """Write an answer for the trial to the target, with the next `poll`; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
-        if isinstance(said, GoOn):
+        if isinstance(said, Proceed):
             attempt.milestone = said.milestone
         self._unsent.append(attempt.reply(UNASKED if step is None else step, said))
 
@@ -279,7 +279,7 @@ class RemoteExecutor:
         for event in entry.events:
             match event:
                 case Opened(owner=owner):
-                    attempt.is_taken_over = owner.search_epoch > attempt.search_epoch
+                    attempt.is_taken_over = owner.search_term > attempt.search_term
                 case _ if attempt.is_taken_over:
                     pass
                 case Started():
@@ -287,7 +287,7 @@ class RemoteExecutor:
                 case Reported(report=report, asks=asks):
                     is_due = attempt.is_due(report.step)
                     if asks and not is_due:  # its request predates the latest decision
-                        self._unsent.append(attempt.reply(report.step, GoOn(milestone=attempt.milestone)))
+                        self._unsent.append(attempt.reply(report.step, Proceed(milestone=attempt.milestone)))
                     messages.append(StepReported(trial, report, asks and is_due))
                 case _:
                     pass

@@ -79,7 +79,7 @@ _UNASKED_SECONDS = 2.0
 class PoolSharing:
     """Which attempts in one process of a worker share a pool of trial processes, and how."""
 
-    search_epoch: int = 0
+    search_term: int = 0
     """Of the run of the search that starts them."""
     reuse: Reuse = "never"
     """How that pool shares the import of the trainable's module."""
@@ -113,7 +113,7 @@ class StoreLink(AnsweringLink):
         self._asked: int | None = None
         self._asks = threading.Event()
         self._closed = threading.Event()
-        self._was_told = False
+        self._was_answered = False
         self._warned = ""
         self._pool: TrialProcessPool | None = None
         self._watching: threading.Thread | None = None
@@ -136,7 +136,7 @@ class StoreLink(AnsweringLink):
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
-        search = self._target.uri, self._trial.experiment, self._sharing.search_epoch
+        search = self._target.uri, self._trial.experiment, self._sharing.search_term
         own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._sharing.reuse)
         with own as pool, pool.process(start, log, environment, self.stop) as channel:
             yield channel
@@ -158,7 +158,7 @@ class StoreLink(AnsweringLink):
         if self._live is None:
             self._live = LiveStatusObserver(self._target, experiment, self._live_period)
         for event in events:
-            self._live.happened(event, experiment)
+            self._live.applied(event, experiment)
             if isinstance(event, Started):
                 self._attempt = event.attempt
 
@@ -220,7 +220,7 @@ class StoreLink(AnsweringLink):
             log.warning("trial %s cannot read its answers on the target: %s", self._trial.trial, why)
 
     def _look_for_unasked(self, store: ObjectStore) -> None:
-        if self.stop.is_set() or self._was_told:
+        if self.stop.is_set() or self._was_answered:
             return
         match read_answer(store, self._trial, self._attempt, UNASKED):
             case None:
@@ -228,5 +228,5 @@ class StoreLink(AnsweringLink):
             case StopAndSave():
                 self.stop.set()
             case answer:
-                self._was_told = True
+                self._was_answered = True
                 self.answer(answer)

@@ -20,7 +20,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_link import InProcessLink, LatestReport, SearchLink, TrialMessage
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.trials import run_trial
@@ -77,7 +77,7 @@ class TrialExecutor(Protocol):
         """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
         ...
 
-    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         """Send an answer to a trial: to its question at `step`, or unasked if `step` is None.
 
         An answer to a trial that has ended meanwhile has no effect.
@@ -184,7 +184,7 @@ class LocalExecutor:
             spec, self._placed(trial, request), link, lambda error: self._inbox.put(AttemptExited(trial, error))
         )
 
-    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         del step  # the connection belongs to the attempt that asked
         if trial in self._links:
             self._links[trial].answer(said)

@@ -35,7 +35,7 @@ def gpus_in(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str
         return _named(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    return _told_by_driver()
+    return _listed_by_driver()
 
 
 def _named(visible: str) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def _named(visible: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _told_by_driver() -> tuple[str, ...]:
+def _listed_by_driver() -> tuple[str, ...]:
     """Count the GPUs with nvidia-smi: in containers the driver's folder in /proc may be missing."""
     program = shutil.which("nvidia-smi")
     if program is None:

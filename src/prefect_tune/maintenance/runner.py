@@ -53,7 +53,7 @@ class DamagedCheckpoint:
     folder: str
     """Its folder on the target."""
     damage: str
-    is_aside: bool
+    is_quarantined: bool
     """Whether it was quarantined, so that no trial resumes from it."""
 
 
@@ -136,8 +136,8 @@ class MaintenanceReport:
         """The damage in one line, as an error message. There has to be some."""
         first = self.damaged[0]
         more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
-        aside = ", and quarantined" if all(each.is_aside for each in self.damaged) else ""
-        return f"{self.target}: {first.folder}{more} damaged{aside}: {first.damage}"
+        quarantined = ", and quarantined" if all(each.is_quarantined for each in self.damaged) else ""
+        return f"{self.target}: {first.folder}{more} damaged{quarantined}: {first.damage}"
 
 
 def show_report(report: MaintenanceReport) -> None:
@@ -176,9 +176,9 @@ def markdown(report: MaintenanceReport) -> str:
 
 def _damaged(report: MaintenanceReport) -> Iterable[Sequence[object]]:
     for each in report.damaged:
-        aside = "yes" if each.is_aside else "no"
+        quarantined = "yes" if each.is_quarantined else "no"
         step = "journal" if each.step is None else each.step
-        yield each.experiment, each.trial or "", step, aside, each.damage
+        yield each.experiment, each.trial or "", step, quarantined, each.damage
 
 
 def _done(report: MaintenanceReport) -> Iterable[Sequence[object]]:
@@ -304,7 +304,7 @@ class ExperimentMaintenance:
 
     def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
         trial, step = (key.trial.trial, key.step) if key else (None, None)
-        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_aside=False)
+        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_quarantined=False)
 
     def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
         """Add damage to the report; it replaces what the report says of the same folder."""
@@ -332,7 +332,7 @@ class ExperimentMaintenance:
         self._add([*checkpoints, *journals])
         quarantined = self._quarantine(found, checkpoints)
         folders = {key.folder for key in quarantined}
-        self._add([replace(each, is_aside=each.folder in folders) for each in checkpoints])
+        self._add([replace(each, is_quarantined=each.folder in folders) for each in checkpoints])
 
     def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints, after publishing their damage: no later run finds it again."""

@@ -112,11 +112,11 @@ class Lineage:
         """
         if news.manifest is None:
             return
-        teachers = list(experiment.teachers[:_MOST_SOURCES])
+        warm_starts = list(experiment.warm_start_places[:_MOST_SOURCES])
         origin = experiment.origin.experiment if experiment.origin else None
         forked = [self._place.beside(origin).best] if origin else []
-        upstream = [*forked, *(f"{each}/best" for each in teachers)]
-        metadata = {**payload_of(news), "warm_start": teachers, "forked_from": origin}
+        upstream = [*forked, *(f"{each}/best" for each in warm_starts)]
+        metadata = {**payload_of(news), "warm_start": warm_starts, "forked_from": origin}
         best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
         yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
 

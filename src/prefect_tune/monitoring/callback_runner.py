@@ -124,7 +124,7 @@ class CallbackThread(SearchObserver):
         self._put(_Item(experiment))
         self._thread.start()
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         self._put(_Item(experiment, event))
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
@@ -174,7 +174,7 @@ class CallbackThread(SearchObserver):
             if (kept := with_retries(self._newest_state)) is not None:
                 self._state_number = kept.number
                 is_restored = kept.state is None or self._callback.set_state(kept.state) is not False
-                self._tracker = DeliveryTracker(kept.heard if is_restored else None)
+                self._tracker = DeliveryTracker(kept.position if is_restored else None)
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
             self._log.exception("callback %s: setup failed; this run does not call its hooks", self._name)
             return False
@@ -255,7 +255,7 @@ class CallbackThread(SearchObserver):
 
     def _store(self, state: Mapping[str, object] | None) -> None:
         number, write_id = self._state_number + 1, new_write_id().write_id
-        kept = CallbackState(number=number, write_id=write_id, heard=self._tracker.position, state=state)
+        kept = CallbackState(number=number, write_id=write_id, position=self._tracker.position, state=state)
         try:
             with self._target.open(timeout=_TIMEOUT) as store:
                 keep_state(store, self._search.experiment, self._name, kept)

@@ -36,12 +36,10 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Event,
-    ExternallyQuarantined,
     Finished,
     GaveUp,
     Paused,
     Quarantined,
-    Questioned,
     Reported,
     Started,
     TrialEvent,
@@ -69,7 +67,7 @@ from prefect_tune.prefect_api.artifacts import PrefectEvent
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
 _BEYOND_A_SYNC_SECONDS = 120.0
-URGENT = AttemptEnded | GaveUp | Quarantined | ExternallyQuarantined | Questioned
+URGENT = AttemptEnded | GaveUp | Quarantined
 """Events of trials that are emitted even when the rate limit is reached."""
 End: TypeAlias = Literal["finished", "stopped", "superseded", "failed"]
 
@@ -117,7 +115,7 @@ class EventBuilder:
 
     def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the event of the start of a run."""
-        yield self._named(ExperimentStarted(term=experiment.epoch, trials=counted(experiment)))
+        yield self._named(ExperimentStarted(term=experiment.term, trials=counted(experiment)))
 
     def events_of(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
         """Return the Prefect events of a journal event, from the states before and after it."""
@@ -208,7 +206,7 @@ class EventBuilder:
         else:
             asset = self._lineage.related(trial.trial) if isinstance(event, Committed) else []
             resource, related = self._place.trial_resource(trial.trial), [self._place.related, *asset]
-        return PrefectEvent(event_name(type(event)), {**resource, **labels_of(payload)}, related, payload, identity)
+        return PrefectEvent(event_name(event), {**resource, **labels_of(payload)}, related, payload, identity)
 
     def _payload(self, event: Event | ExperimentEvent, trial: Trial | None) -> dict[str, object]:
         return {"target": self._place.target, "experiment": self._place.experiment, **payload_of(event, trial)}
@@ -262,7 +260,7 @@ def emit(event: PrefectEvent) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Happened:
+class _Applied:
     event: Event
     before: Experiment
     after: Experiment
@@ -282,7 +280,7 @@ class EventEmitter(SearchObserver):
         self._experiment = experiment
         self._log = log
         self._emit = emit
-        self._items: queue.SimpleQueue[_Happened | _End] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Applied | _End] = queue.SimpleQueue()
         self._builder = EventBuilder(context, experiment, time.monotonic())
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="event-emitter", daemon=True)
 
@@ -303,12 +301,12 @@ class EventEmitter(SearchObserver):
             if was is not None and was.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
                 cause = trial.cause or Cause.MACHINE
                 ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
-                self._put(_Happened(ended, before, experiment))
+                self._put(_Applied(ended, before, experiment))
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         before, self._experiment = self._experiment, experiment
-        self._builder.health.happened(time.monotonic())
-        self._put(_Happened(event, before, experiment))
+        self._builder.health.queued(time.monotonic())
+        self._put(_Applied(event, before, experiment))
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
@@ -326,9 +324,9 @@ class EventEmitter(SearchObserver):
         self._items.put(_End(end, message))
         self._thread.join(_PATIENCE.total_seconds())
 
-    def _put(self, happened: _Happened) -> None:
+    def _put(self, applied: _Applied) -> None:
         if self._items.qsize() < _MOST_WAITING:
-            self._items.put(happened)
+            self._items.put(applied)
 
     # -------------------------------------------------------------------------------------- the thread's own
 
@@ -338,7 +336,7 @@ class EventEmitter(SearchObserver):
         while True:
             item, now = self._next(), time.monotonic()
             match item:
-                case _Happened(event=event, before=before, after=after):
+                case _Applied(event=event, before=before, after=after):
                     self._emit_all(self._builder.events_of(event, before, after, now))
                 case _End(end=end, message=message):
                     self._emit_all(self._builder.end_events(end, self._experiment, message))
@@ -349,7 +347,7 @@ class EventEmitter(SearchObserver):
                 checked_at = now
                 self._emit_all(self._builder.due_events(now))
 
-    def _next(self) -> _Happened | _End | None:
+    def _next(self) -> _Applied | _End | None:
         try:
             return self._items.get(timeout=_CHECK_EVERY.total_seconds())
         except queue.Empty:

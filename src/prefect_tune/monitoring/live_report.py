@@ -255,7 +255,7 @@ class Reporter(SearchObserver):
         self._followed: Sequence[str] = ()
         self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment, target.uri))
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
@@ -335,7 +335,7 @@ class Reporter(SearchObserver):
     def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> ExperimentHistory:
         history = ExperimentHistory(self._metrics, is_whole=is_whole)
         if experiment.owner is not None:
-            history.set_owner(experiment.owner, experiment.epoch, datetime.now(UTC))
+            history.set_owner(experiment.owner, experiment.term, datetime.now(UTC))
         return history
 
     # ------------------------------------------------------------------------------------------------- progress
@@ -396,7 +396,7 @@ def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
 
 def _earlier(experiment: Experiment, uri: str) -> EarlierArtifacts | None:
     """Return what earlier runs may have left; None if this is the first one."""
-    if experiment.epoch <= 1:
+    if experiment.term <= 1:
         return None
     kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
     of_trials = frozenset(_trial_progress_key(experiment, each, uri) for each in experiment.trials)

@@ -95,7 +95,7 @@ class LiveStatusPublisher:
     def _write(self, next_pause: timedelta) -> None:
         experiment, running = self._running()
         status = LiveStatus(
-            epoch=experiment.epoch,
+            term=experiment.term,
             owner=experiment.owner,
             number=self._written_count + 1,
             at=new_write_id().at,
@@ -116,10 +116,10 @@ class LiveStatusPublisher:
 
     def _delete(self) -> None:
         experiment, running = self._running()
-        may_be_left = self._written_count > 0 or experiment.epoch > 1  # this one's, or that of an owner that was killed
+        may_be_left = self._written_count > 0 or experiment.term > 1  # this one's, or that of an owner that was killed
         if may_be_left and not running:
             with suppress(TuneError), self._target.open(timeout=_REQUEST) as store:
-                delete_live_status(store, self._key, experiment.epoch)
+                delete_live_status(store, self._key, experiment.term)
 
 
 # A listener that keeps the running attempts of a search, and publishes them as its live status.
@@ -145,7 +145,7 @@ class LiveStatusObserver(SearchObserver):
         self._hosts: dict[str, str] = {}
         self._publisher = LiveStatusPublisher(target, experiment.key, period, self._running)
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         at = (event.at if isinstance(event, Absorbed) else None) or new_write_id().at
         with self._guard:
             self._experiment = experiment

@@ -42,8 +42,8 @@ class Progress(SearchObserver):
         self._logged_at = time.monotonic()
         self.is_shown = False
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
-        self._tracker.happened(event, experiment, datetime.now(UTC).astimezone(), time.monotonic())
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        self._tracker.applied(event, experiment, datetime.now(UTC).astimezone(), time.monotonic())
         self._log_now_and_then()
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:

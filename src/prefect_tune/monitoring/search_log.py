@@ -50,7 +50,7 @@ class SearchLog(SearchObserver):
         self._last_reports = {each.trial: self._last_report(each) for each in experiment.trials.values()}
         """In the order in which the trials were proposed."""
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         for each in events_in(event):
             match each:
                 case TrialAdded():
@@ -103,7 +103,7 @@ class SearchLog(SearchObserver):
             self._write(trial, text, level)
 
     def _write(self, trial: Trial, text: str, level: int) -> None:
-        self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.apart else f"the trial {text}"))
+        self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}"))
 
     def _started(self, event: Started, trial: Trial) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
@@ -158,7 +158,7 @@ class SearchLog(SearchObserver):
 
     def _compared(self, trial: Trial) -> str:
         """Return how a trial's last report compares with those of all trials, by the rule of `ranked`."""
-        if self._objective is None or self._last_reports[trial.trial] is None or not trial.apart:
+        if self._objective is None or self._last_reports[trial.trial] is None or not trial.own_journal:
             return ""
         compared = ((name, report) for name, report in self._last_reports.items() if report is not None)
         best, (losses, _) = min(compared, key=lambda pair: pair[1])  # at the end of each of many trials: not sorted

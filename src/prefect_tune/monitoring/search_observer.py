@@ -17,7 +17,7 @@ class SearchObserver:
     The driver calls it in the driver's thread, in order; methods must return at once.
     """
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         """Receive an event that the next entry of the journal will hold, and the state after it."""
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
@@ -39,8 +39,8 @@ class ObserverGroup(SearchObserver):
     def __init__(self, listeners: Sequence[SearchObserver] = ()) -> None:
         self._listeners = tuple(listeners)
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
-        self._call(lambda each: each.happened(event, experiment))
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        self._call(lambda each: each.applied(event, experiment))
 
     def reported(self, step: StepReported, experiment: Experiment) -> None:
         self._call(lambda each: each.reported(step, experiment))

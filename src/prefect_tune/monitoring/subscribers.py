@@ -102,7 +102,7 @@ class _CurveKeeper(SearchObserver):
     def __init__(self, experiment: Experiment) -> None:
         self.curves: Curves | None = None if experiment.trials else Curves()
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         del experiment
         if self.curves is not None:
             self.curves.tell_event(event)

@@ -45,7 +45,7 @@ def settings_before_training(state: Experiment, settings: Mapping[str, object]) 
     return {**settings, "code": code} if code and state.trials else settings
 
 
-def say_code(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
+def log_code(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
     """Log a warning if the trainable has changed since the experiment last trained, and the effect of that."""
     if changed := _changed(state, plan):
         log.warning("%s: %s", changed, effect)
@@ -92,7 +92,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
-    if not all(trial.apart for trial in state.trials.values()):
+    if not all(trial.own_journal for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
     for name, why in {name: option.fixed for name, option in OPTIONS.items() if option.fixed}.items():
         before, now = _meaning(name, state.settings), _meaning(name, settings)
@@ -158,7 +158,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
     """
     require_goes_on(state)
     where = f"experiment {state.name!r} at {spec.target.uri}"
-    if state.settings or any(trial.apart for trial in state.trials.values()):
+    if state.settings or any(trial.own_journal for trial in state.trials.values()):
         raise InvalidInput(f"{where} is a search: resume it by pt.resume(...), or choose another experiment name")
     trial = state.trials.get(spec.trial.trial)
     if trial is None:
@@ -193,7 +193,7 @@ def require_goes_on(state: Experiment) -> None:
         )
 
 
-def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def log_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log how many errored trials this run does not retry; if it has nothing else to train, its error says so."""
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
@@ -206,7 +206,7 @@ def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
         )
 
 
-def say_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if the experiment has more trials than `num_samples` asks for."""
     wanted, there_are = plan.trial_count, len(state.trials)
     if plan.num_samples is not None and wanted is not None and wanted < there_are:
@@ -217,7 +217,7 @@ def say_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
         )
 
 
-def say_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def log_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
     if not state.trials or _space_in(state.settings) in (None, today := _space_in(plan.settings)) or today is None:
         return

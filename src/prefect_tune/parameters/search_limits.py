@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,6 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Extended
 from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
 from prefect_tune.core.search.objective import Objective, usual_mode
@@ -68,10 +67,8 @@ def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
         )
 
 
-def extended(
-    plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
-) -> tuple[SearchPlan, Sequence[Extended]]:
-    """Return `plan` with the total number of samples, and the event to journal if this run adds samples.
+def extended(plan: SearchPlan, state: Experiment, call_path: Callable[[], str]) -> tuple[SearchPlan, Mapping[str, int]]:
+    """Return `plan` with the total number of samples, and by run the samples that this run adds, for the journal.
 
     This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
     adds none again.
@@ -81,12 +78,12 @@ def extended(
     """
     added = plan.samples_per_run
     if added is None:
-        return with_default_samples(plan, state), ()
+        return with_default_samples(plan, state), {}
     run, before = call_path(), _samples_before(plan, state)
     chosen = plan.num_samples or 0  # in a resume form
     if run in state.extensions:
-        return plan.extended(num_samples=max(before, chosen)), ()
-    return plan.extended(num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
+        return plan.extended(num_samples=max(before, chosen)), {}
+    return plan.extended(num_samples=max(before + added, chosen)), {run: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
@@ -246,7 +243,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         grace=timedelta(seconds=plan.grace_period_seconds),
         silence=None if silence is None else timedelta(seconds=silence),
         tags=tuple(plan.trial_tags or ()),
-        apart=True,
+        own_journal=True,
     )
 
 

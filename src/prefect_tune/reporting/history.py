@@ -16,9 +16,9 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     Cloned,
     Committed,
+    Configured,
     Entry,
     Event,
-    Extended,
     Finished,
     GaveUp,
     Opened,
@@ -216,7 +216,7 @@ class ExperimentHistory:
     def add_event(self, event: Event, at: datetime) -> None:
         """Take in the next event, journaled at `at` or about to be."""
         if isinstance(event, Opened) and event.trial is None:
-            self._ownerships.append(OwnershipPeriod(event.epoch, event.owner, at, at))
+            self._ownerships.append(OwnershipPeriod(event.term, event.owner, at, at))
             self._cut_short([trial for trial in self._open if trial not in self._owners])
         elif isinstance(event, Absorbed):
             at = moment(event.at) if event.at else at
@@ -234,8 +234,8 @@ class ExperimentHistory:
         newest = self._ownerships[-1]
         if isinstance(event, TrialAdded):
             self._ownerships[-1] = replace(newest, trials=newest.trials + 1)
-        elif isinstance(event, Extended):
-            self._ownerships[-1] = replace(newest, samples=newest.samples + event.samples)
+        elif isinstance(event, Configured):
+            self._ownerships[-1] = replace(newest, samples=newest.samples + sum(event.extensions.values()))
 
     def _extend_ownership(self, at: datetime) -> None:
         """Extend the time of the run that owned the experiment at `at`, which may be an earlier one."""
@@ -304,7 +304,7 @@ class ExperimentHistory:
                 self._report(event.trial, event.report)
             case Committed():
                 self._committed(event)
-            case Cloned():
+            case Cloned(inherited=False):
                 self._cloned(event)
             case AttemptEnded(cause=cause):
                 self._ended(event.trial, _ENDS_BY_CAUSE.get(cause, AttemptEnd.FAILED), at)

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events.trial_events import GO_ON, Scalar, answer_to, valid_fields
+from prefect_tune.core.journal_events.trial_events import PROCEED, Question, Scalar, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
     FromTrial,
-    GoOn,
     Leave,
     MilestoneReached,
-    Question,
+    Proceed,
     Start,
     StepDone,
     StopAndSave,
@@ -268,7 +267,7 @@ class TrialSession:
     ) -> dict[str, Scalar]:
         """Return a person's answer; raise `TrialOver` if there is none yet: the next attempt asks again."""
         with self._reporting("pt.ask"):
-            wanted = valid_fields(GO_ON if fields is None else fields)
+            wanted = valid_fields(PROCEED if fields is None else fields)
             asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
             if (given := self._start.answers.get(asked.key)) is not None:
                 return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
@@ -437,7 +436,7 @@ class TrialSession:
             return TrialOver(why)
         if self._leave is not None:
             for_good = self._leave.for_good
-            return TrialOver(self._leave.reason, paused=not for_good, left=for_good)
+            return TrialOver(self._leave.reason, paused=not for_good, ended_early=for_good)
         return TrialOver("saved, as requested", interrupted=True) if saved and self.asked_to_stop else None
 
     def loaded(self, code: str) -> None:
@@ -481,7 +480,7 @@ class TrialSession:
                 self._uploading = None
             case StopAndSave():
                 self.asked_to_stop = True
-            case GoOn(milestone=milestone):
+            case Proceed(milestone=milestone):
                 self._milestone, self._asking = milestone, False
             case Leave() as leave:
                 self._leave, self._asking = leave, False

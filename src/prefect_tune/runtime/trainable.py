@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import Question, TrialEnded
+from prefect_tune.core.journal_events.trial_events import Question
+from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.core.texts import other_signature
 from prefect_tune.runtime.ranks import started_by
 
@@ -185,11 +186,13 @@ class TrialOver(BaseException):
         *,
         interrupted: bool = False,
         paused: bool = False,
-        left: bool = False,
+        ended_early: bool = False,
         question: Question | None = None,
     ) -> None:
         super().__init__(reason)
-        self.ended = TrialEnded(reason=reason, interrupted=interrupted, paused=paused, left=left, question=question)
+        self.ended = TrialEnded(
+            reason=reason, interrupted=interrupted, paused=paused, ended_early=ended_early, question=question
+        )
         """The message that ends the attempt."""
 
 
@@ -264,7 +267,7 @@ def ask(
     Args:
         question: the text that the person reads.
         fields: a mapping of each field's name to its default (a bool, a number, a text), or to a list of texts to
-            choose from. Default: `{"go_on": True}`.
+            choose from. Default: `{"proceed": True}`.
         key: identifies the question: the same key has the same answer. Default: the number of the last reported step
             and the question's text.
         save: writes the state after the last reported step, such as `self.save_checkpoint`; use it only while that

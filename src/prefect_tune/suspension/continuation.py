@@ -8,7 +8,7 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
+from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Cloned, Event, Finished, Requeued
@@ -26,8 +26,8 @@ from prefect_tune.suspension.resume_forms import (
     form_of_search,
     form_of_training,
     last_form,
+    limits_of,
     page_of,
-    standing_of,
     stop_after,
     unjournaled,
 )
@@ -45,8 +45,8 @@ def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:
     return first_turn(Turn(plan, known), SEARCH_QUESTION, shown)
 
 
-def _search_standing(plan: SearchPlan, _state: Experiment) -> Standing:
-    return standing_of(plan.stop, samples=_samples(plan)).model_copy(update={"hours": 0.0})
+def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
+    return limits_of(plan.stop, samples=_samples(plan)).model_copy(update={"hours": 0.0})
 
 
 def _samples(plan: SearchPlan) -> int:
@@ -65,10 +65,10 @@ def _search_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 def _search_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
     page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), why)
-    return form_of_search(_search_standing(search_limits.with_default_samples(plan, state), state), page)
+    return form_of_search(_search_limits(search_limits.with_default_samples(plan, state), state), page)
 
 
-SEARCH_QUESTION = ResumeQuestion(_search_standing, _search_extended, _search_form)
+SEARCH_QUESTION = ResumeQuestion(_search_limits, _search_extended, _search_form)
 """How to continue a search."""
 
 
@@ -96,8 +96,8 @@ def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]
 def _follows(spec: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
     match choice.way:
         case "stop here":
-            left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
-            return [] if trial.phase in ENDED else [left]
+            finished = Finished(trial=trial.trial, reason=STOPPED_HERE, ended_early=True)
+            return [] if trial.phase in ENDED else [finished]
         case "other checkpoint":
             back = Requeued(trial=trial.trial, reason=f"it returns to step {choice.checkpoint}, as chosen on Resume")
             return [back, _copy(spec, state, trial, choice.checkpoint)]
@@ -121,9 +121,9 @@ def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
     return place.checkpoint_key(found[-1])
 
 
-def _training_standing(plan: SearchPlan, state: Experiment) -> Standing:
+def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
     steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
-    return standing_of(plan.stop, checkpoints=sorted(set(steps)))
+    return limits_of(plan.stop, checkpoints=sorted(set(steps)))
 
 
 def _training_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
@@ -132,7 +132,7 @@ def _training_extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 def _training_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
     page = page_of(state, plan.target.uri, None, _code_note(plan.target, plan.trainable, state), why)
-    return form_of_training(_training_standing(plan, state), page)
+    return form_of_training(_training_limits(plan, state), page)
 
 
 def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:
@@ -154,5 +154,5 @@ def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainabl
     return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"
 
 
-TRAINING_QUESTION = ResumeQuestion(_training_standing, _training_extended, _training_form, _why_not_back)
+TRAINING_QUESTION = ResumeQuestion(_training_limits, _training_extended, _training_form, _why_not_back)
 """How to continue a single training."""

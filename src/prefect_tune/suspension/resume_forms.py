@@ -25,7 +25,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import (
     ResumeChoice,
-    Standing,
+    ResumeLimits,
     choice_of,
     ignored_numbers,
     stop_extended,
@@ -33,7 +33,7 @@ from prefect_tune.core.experiment.resume_options import (
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
+from prefect_tune.core.journal_events.experiment_events import Answered, Question
 from prefect_tune.core.journal_events.trial_events import answer_to, default_of, valid_fields
 from prefect_tune.core.models import digest_of, metric_in
 from prefect_tune.core.search.objective import Objective
@@ -204,15 +204,15 @@ class _Training(RunInput):
     )
 
 
-def form_of_search(standing: Standing, page: str) -> InputForm:
+def form_of_search(limits: ResumeLimits, page: str) -> InputForm:
     """Return the form of a suspended search; its fields show the current numbers."""
-    return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
+    return _filled(_Search, page, samples=limits.samples, steps=limits.steps)
 
 
-def form_of_training(standing: Standing, page: str) -> InputForm:
+def form_of_training(limits: ResumeLimits, page: str) -> InputForm:
     """Return the form of a suspended training; its fields show the current numbers."""
-    newest = max(standing.checkpoints, default=0)
-    return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
+    newest = max(limits.checkpoints, default=0)
+    return _filled(_Training, page, steps=limits.steps, hours=limits.hours, checkpoint=newest)
 
 
 def _filled(form: InputForm, page: str, **defaults: float) -> InputForm:
@@ -228,12 +228,12 @@ def _filled(form: InputForm, page: str, **defaults: float) -> InputForm:
     return filled.with_initial_data(description=page)
 
 
-def form_of_question(asked: Questioned, experiment: str, why: str = "") -> InputForm:
+def form_of_question(trial: str, asked: Question, experiment: str, why: str = "") -> InputForm:
     """Return the form of a trial's question. Raises `InvalidInput` for fields that `pt.ask` does not allow."""
     fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
     form = cast("InputForm", create_model("Answer", __base__=RunInput, **fields))
     question = map(escaped, asked.question.splitlines())
-    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", *question]
+    page = [*_refused(why), f"**{experiment}, trial {trial}**, asks:", "", *question]
     return form.with_initial_data(description="\n".join(page))
 
 
@@ -255,7 +255,7 @@ def _refused(why: str) -> list[str]:
 
 def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
     trials = list(state.trials.values())
-    if len(trials) != 1 or trials[0].apart:
+    if len(trials) != 1 or trials[0].own_journal:
         counts = ", ".join(f"{count} {status}" for status, count in counted(state).items())
         yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (compared := ranked(trials, objective)):
@@ -280,7 +280,7 @@ def _newest(trials: list[Trial]) -> Iterator[str]:
 
 # Read the form answers of a suspended run, and apply them to a stop criterion.
 
-HOW_TO_GO_ON = "how-to-go-on"
+HOW_TO_CONTINUE = "how-to-continue"
 """The subject of the form that asks how a suspended run continues, as opposed to a trial's question."""
 
 
@@ -294,9 +294,9 @@ class NewAnswers:
     """The events to journal."""
 
 
-def about(question: Questioned) -> str:
+def about(trial: str, question: Question) -> str:
     """Return the subject of a question's form, by which its answer is matched to the question."""
-    return f"ask-{digest_of(f'{question.trial} {question.key}'.encode())[:16]}"
+    return f"ask-{digest_of(f'{trial} {question.key}'.encode())[:16]}"
 
 
 def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
@@ -305,13 +305,13 @@ def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
     return [ResumeChoice.model_validate(each.answer) for each in mine]
 
 
-def new_answers(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], InputForm]) -> NewAnswers:
+def new_answers(shown: Shown, known: Experiment, limits: ResumeLimits, form: Callable[[str], InputForm]) -> NewAnswers:
     """Return the answer that this flow run was resumed with, unless the journal holds it already.
 
     Args:
         shown: the last form that the run was suspended with; answers to earlier forms are in the journal.
         known: the experiment, before it is opened.
-        standing: the values that the form offers to change.
+        limits: the values that the form offers to change.
         form: makes the form of how to continue, from the reason why it is shown again.
 
     Raises:
@@ -319,31 +319,31 @@ def new_answers(shown: Shown, known: Experiment, standing: Standing, form: Calla
     """
     if shown.answer is None or shown.key in {each.key for each in known.answers}:
         return NewAnswers()
-    if shown.about == HOW_TO_GO_ON:
-        return _how_to_go_on(shown.key, shown.answer, standing, form)
-    question = next((each for each in known.questions.values() if about(each) == shown.about), None)
-    return _answered(shown.answer, question, known) if question else NewAnswers()
+    if shown.about == HOW_TO_CONTINUE:
+        return _how_to_continue(shown.key, shown.answer, limits, form)
+    asked = next((each for each in known.questions.items() if about(*each) == shown.about), None)
+    return _answered(shown.answer, *asked, known) if asked else NewAnswers()
 
 
-def _how_to_go_on(
-    key: str, answer: Mapping[str, object], standing: Standing, form: Callable[[str], InputForm]
+def _how_to_continue(
+    key: str, answer: Mapping[str, object], limits: ResumeLimits, form: Callable[[str], InputForm]
 ) -> NewAnswers:
     try:
-        choice = choice_of(answer, standing)
+        choice = choice_of(answer, limits)
     except InvalidInput as bad:
-        leave_with(form(str(bad)), HOW_TO_GO_ON)
-    if ignored := ignored_numbers(choice, standing):
+        leave_with(form(str(bad)), HOW_TO_CONTINUE)
+    if ignored := ignored_numbers(choice, limits):
         get_run_logger().warning("Resume: %s does not change numbers, ignored: %s; choose extend", choice.way, ignored)
     answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
     return NewAnswers(choice, (answered,))
 
 
-def _answered(given: Mapping[str, object], question: Questioned, known: Experiment) -> NewAnswers:
+def _answered(given: Mapping[str, object], trial: str, question: Question, known: Experiment) -> NewAnswers:
     try:
         answer = answer_to(question.fields, given)
     except InvalidInput as bad:
-        leave_with(form_of_question(question, known.name, str(bad)), about(question))
-    return NewAnswers(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
+        leave_with(form_of_question(trial, question, known.name, str(bad)), about(trial, question))
+    return NewAnswers(None, (Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id),))
 
 
 def unjournaled(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
@@ -359,11 +359,11 @@ def unjournaled(news: Sequence[Answered], state: Experiment) -> Sequence[Answere
 # ------------------------------------------------------------------------------------------------ applying a choice
 
 
-def standing_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> Standing:
+def limits_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
     """Return the present limits, and the checkpoints, that the form of how to continue offers to change."""
     stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     said = stop_to_json(stop) if stop is not None else {}
-    return Standing(
+    return ResumeLimits(
         samples=samples,
         steps=stopper.step_count or 0,
         hours=_hours_in(stopper),
@@ -381,7 +381,7 @@ def stop_after(stop: object, choice: ResumeChoice) -> object:
     """Return the stop criterion of a trial, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return stop
-    standing = standing_of(stop)
-    steps = choice.steps if choice.steps > standing.steps else 0
-    hours = choice.hours if choice.hours > standing.hours else 0
+    limits = limits_of(stop)
+    steps = choice.steps if choice.steps > limits.steps else 0
+    hours = choice.hours if choice.hours > limits.hours else 0
     return stop_extended(stop_to_json(stop), steps, hours) if steps or hours else stop

@@ -18,10 +18,10 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
+from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Answered, Questioned
+from prefect_tune.core.journal_events.experiment_events import Answered, Question
 from prefect_tune.core.journal_events.trial_events import Scalar, answer_to, default_of
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, read_experiment, read_known
@@ -30,7 +30,7 @@ from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import (
-    HOW_TO_GO_ON,
+    HOW_TO_CONTINUE,
     InputForm,
     Shown,
     about,
@@ -49,10 +49,10 @@ from prefect_tune.tasks.experiment_state import restore_experiment_state
 _YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false", "0"})
 
 
-def asked_in_terminal(question: Questioned) -> Mapping[str, Scalar]:
+def asked_in_terminal(trial: str, question: Question) -> Mapping[str, Scalar]:
     """Read the answer from the terminal, field by field; an empty line is the default."""
     asked = visible(question.question)
-    print(f"\nTrial {question.trial} asks: {asked}", flush=True)  # noqa: T201 - a prompt
+    print(f"\nTrial {trial} asks: {asked}", flush=True)  # noqa: T201 - a prompt
     return {name: _field(name, field) for name, field in question.fields.items()}
 
 
@@ -108,7 +108,7 @@ class Turn:
 class ResumeQuestion:
     """The question of how a suspended run continues, of a search or of a single training."""
 
-    standing: Callable[[SearchPlan, Experiment], Standing]
+    limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the values that the form offers to change."""
     extended: Callable[[SearchPlan, ResumeChoice], SearchPlan]
     """Returns the plan, extended by a choice."""
@@ -138,10 +138,10 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
     for choice in chosen:
         plan = question.extended(plan, choice)
     form = partial(question.form, plan, state)
-    new = new_answers(shown, state, question.standing(plan, state), form)
+    new = new_answers(shown, state, question.limits(plan, state), form)
     if new.choice is not None:
         if why := question.why_not(target, state, new.choice):
-            leave_with(form(why), HOW_TO_GO_ON)
+            leave_with(form(why), HOW_TO_CONTINUE)
         chosen.append(new.choice)
         plan = question.extended(plan, new.choice)
     stops = bool(chosen) and chosen[-1].way == "stop here"
@@ -165,32 +165,32 @@ def _answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Seq
         Pause: the run is Suspended with a question, and the process is to end.
     """
     if is_suspended():
-        leave_with(form(), HOW_TO_GO_ON) if can_be_suspended() else leave_without()
-    question = next(iter(state.questions.values()), None)
-    if question is None:
+        leave_with(form(), HOW_TO_CONTINUE) if can_be_suspended() else leave_without()
+    if not state.questions:
         return ()
+    trial, question = next(iter(state.questions.items()))
     if can_be_suspended():
-        get_run_logger().warning("trial %s asks a person: %s", question.trial, visible(question.question))
-        leave_with(form_of_question(question, state.name), about(question))
-    return [_asked_here(question, state.name)]
+        get_run_logger().warning("trial %s asks a person: %s", trial, visible(question.question))
+        leave_with(form_of_question(trial, question, state.name), about(trial, question))
+    return [_asked_here(trial, question, state.name)]
 
 
-def _asked_here(question: Questioned, experiment: str) -> Answered:
+def _asked_here(trial: str, question: Question, experiment: str) -> Answered:
     """Ask and wait in this process, since no worker would start the run again."""
     if sys.stdin is not None and sys.stdin.isatty():
-        answer: Mapping[str, object] = asked_in_terminal(question)
-        return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
+        answer: Mapping[str, object] = asked_in_terminal(trial, question)
+        return Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id)
     why = ""
     while True:
         asked = visible(question.question)
-        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", question.trial, asked)
-        form = form_of_question(question, experiment, why)
+        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", trial, asked)
+        form = form_of_question(trial, question, experiment, why)
         try:
             answer = answer_to(question.fields, pause_with(form, _PATIENCE))
         except InvalidInput as bad:
             why = str(bad)
         else:
-            return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
+            return Answered(key=question.key, answer=answer, trial=trial, flow_run=flow_run.id)
 
 
 # ---------------------------------------------------------------------------------------------------- how it ends
@@ -220,7 +220,7 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
     """
     target, experiment = turn.plan.target, turn.plan.experiment
     try:
-        with _say_what_is_resumable(turn):
+        with _log_resumable(turn):
             yield
     except Superseded as lost:
         if can_be_suspended() and _is_ours_again(target, experiment):
@@ -238,7 +238,7 @@ def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
 
 
 @contextmanager
-def _say_what_is_resumable(turn: Turn) -> Iterator[None]:
+def _log_resumable(turn: Turn) -> Iterator[None]:
     try:
         yield
     except (TerminationSignal, KeyboardInterrupt) as signal:

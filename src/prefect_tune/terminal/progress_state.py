@@ -110,7 +110,7 @@ class ProgressTracker:
 
     # --------------------------------------------------------------------------------------------------- updates
 
-    def happened(self, event: Event, experiment: Experiment, at: datetime, now: float) -> None:
+    def applied(self, event: Event, experiment: Experiment, at: datetime, now: float) -> None:
         """Take in a journaled event and the state after it."""
         with self._guard:
             self._experiment = experiment

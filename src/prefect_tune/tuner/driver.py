@@ -29,8 +29,9 @@ from prefect_tune.core.journal_events.experiment_events import (
     Requeued,
     Resumed,
     TrialAdded,
+    Writer,
 )
-from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
@@ -50,8 +51,8 @@ from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, standing_decision, trial_id
-from prefect_tune.tuner.stopping import Outside, Stopping
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, open_decision, trial_id
+from prefect_tune.tuner.stopping import Stopping, StopSource
 
 # Decide about the reports of trials: journal each decision of the scheduler, then answer the trial.
 
@@ -103,28 +104,28 @@ class Decisions:
             self._failure_handler.conclude_undecided(name)
             return
         if isinstance(answer, Leave) and answer.for_good:
-            self._pending_entry.put(Finished(trial=name, reason=answer.reason, left=True))
+            self._pending_entry.put(Finished(trial=name, reason=answer.reason, ended_early=True))
         elif isinstance(answer, Leave):
             self._pending_entry.put(Paused(trial=name, reason=answer.reason))
 
     def _decided(self, name: str, report: StepReport) -> Decision:
         """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
         trial = self._pending_entry.state.trial(name)
-        standing = standing_decision(trial)
-        if standing is not None and standing.decision is not None:
-            return standing.decision
+        found = open_decision(trial)
+        if found is not None and found.decision is not None:
+            return found.decision
         decision = self._policy.decide(trial, report)
         self._pending_entry.put(Decided(trial=name, report=report, decision=decision))
         return decision
 
-    def _answer_to(self, name: str, decision: Decision) -> GoOn | Leave:
+    def _answer_to(self, name: str, decision: Decision) -> Proceed | Leave:
         match decision:
             case Continue():
-                return self._go_on(name)
+                return self._proceed(name)
             case Pause(reason=reason):
                 if self._policy.resume_next() == name:  # no other trial needs the slot
                     self._pending_entry.put(Resumed(trial=name))
-                    return self._go_on(name)
+                    return self._proceed(name)
                 return Leave(reason=reason, save=True, for_good=False)
             case Stop(reason=why, early=early):
                 return Leave(reason=why, save=self._saves_at_end, for_good=True, end="pruned" if early else None)
@@ -133,10 +134,10 @@ class Decisions:
             case never:
                 assert_never(never)
 
-    def _go_on(self, name: str) -> GoOn:
-        return GoOn(milestone=self._policy.milestone(self._pending_entry.state.trial(name)))
+    def _proceed(self, name: str) -> Proceed:
+        return Proceed(milestone=self._policy.milestone(self._pending_entry.state.trial(name)))
 
-    def _send(self, name: str, answer: GoOn | Leave, step: int) -> None:
+    def _send(self, name: str, answer: Proceed | Leave, step: int) -> None:
         self._pending_entry.then(lambda: self._executor.answer(name, answer, step))
 
 
@@ -165,11 +166,11 @@ class TrialJournalMerger:
         if wrote.number > due:
             self.catch_up(wrote.trial)
         elif wrote.number == due:
-            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
+            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at, writer="owner")
 
     def catch_up(self, trial: str) -> None:
         """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
-        if not self._pending_entry.state.trial(trial).apart:
+        if not self._pending_entry.state.trial(trial).own_journal:
             return  # the experiment's journal holds them
         absorbed = self._pending_entry.state.trial(trial).absorbed
 
@@ -178,7 +179,7 @@ class TrialJournalMerger:
                 return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
 
         for entry in on_target(self._journal_writer.target, read, _TIMEOUT):
-            self._take_in(trial, entry.number, entry.events, entry.at)
+            self._take_in(trial, entry.number, entry.events, entry.at, writer=entry.writer)
 
     def settle(self, trial: str) -> None:
         """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
@@ -188,7 +189,7 @@ class TrialJournalMerger:
         """
         state = self._pending_entry.state
         if state.trial(trial).phase is Phase.RUNNING:
-            owner = current_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
+            owner = current_owner(search_term=state.term, attempt=state.trial(trial).attempt)
             open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
             self.catch_up(trial)
 
@@ -200,13 +201,13 @@ class TrialJournalMerger:
         """
         written, entry = self._journal_writer.experiment, self._beyond(self._journal_writer.experiment.number)
         while entry is not None:
-            if entry.epoch != written.epoch:
+            if entry.term != written.term:
                 owner = next((f", {each.owner}," for each in entry.events if isinstance(each, Opened)), "")
                 raise Superseded(
-                    f"{written.key}: this process is owner {written.epoch}, and owner {entry.epoch}{owner} took over "
+                    f"{written.key}: this process is owner {written.term}, and owner {entry.term}{owner} took over "
                     f"in entry {entry.number}"
                 )
-            entry = self._beyond(entry.number)  # an external writer's entry
+            entry = self._beyond(entry.number)  # a guest's entry
 
     def _beyond(self, number: int) -> Entry | None:
         key = self._journal_writer.experiment.key
@@ -215,9 +216,9 @@ class TrialJournalMerger:
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._pending_entry.state.name, trial=trial)
 
-    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
+    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None, *, writer: Writer) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at))
+        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at, writer=writer))
         self._policy.has_trained(self._pending_entry.state.trial(trial))
 
 
@@ -264,27 +265,27 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self, outside: Outside) -> Experiment:
+    def run(self, stop_source: StopSource) -> Experiment:
         """Run until nothing is left to do, or a stop is requested; return the state, all of it journaled.
 
         On any error, running trials are asked to save and end, unless they outlive the search: none is left to wait
         for an answer.
         """
         try:
-            return self._run(outside)
+            return self._run(stop_source)
         except BaseException:
             with suppress(TuneError):  # the error that ended the search is the one to raise
                 have_ended(self._executor, self._spec.grace)
             raise
 
-    def _run(self, outside: Outside) -> Experiment:
+    def _run(self, stop_source: StopSource) -> Experiment:
         self._policy.replay(self._state)
         self._take_up()
         while True:
-            self._stopping.heed(outside)
+            self._stopping.heed(stop_source)
             has_free_slots = not self._stopping.ends and self._fill_slots()
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
-            outside.journaled(len(written.heard))
+            stop_source.journaled(len(written.stop_requests))
             if not len(self._executor):
                 return self._failure_handler.require_imported(written)
             patience = timedelta(0) if has_free_slots else _PATIENCE
@@ -319,7 +320,7 @@ class Driver:
                 return None
             if state.phase is Phase.PENDING:
                 return trial
-            self._let_go_on(state)
+            self._let_proceed(state)
         if self._limits.options.reruns_errored == "only":
             return None
         self._stop_unneeded()
@@ -329,7 +330,7 @@ class Driver:
 
     def _stop_unneeded(self) -> None:
         while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._executor:
-            self._put(Finished(trial=stopped[0], reason=stopped[1].reason, left=True))
+            self._put(Finished(trial=stopped[0], reason=stopped[1].reason, ended_early=True))
 
     def _resume(self, trial: str) -> str | None:
         """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
@@ -343,14 +344,16 @@ class Driver:
             return self._without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.apart else ONLY_TRIAL
-                self._put(TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, apart=spec.apart))
+                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.own_journal else ONLY_TRIAL
+                self._put(
+                    TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, own_journal=spec.own_journal)
+                )
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.is_awaited
                 return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
-                if self._spec.apart:
+                if self._spec.own_journal:
                     self._log.info("no more trials: %s", reason)
                 self._search_is_done = True
                 return self._without_new_trials()
@@ -372,7 +375,7 @@ class Driver:
         spec = replace(self._spec, trial=TrialKey(experiment=self._state.name, trial=trial))
         number = state.attempt + (not finds)
         request = AttemptRequest(
-            search_epoch=self._state.epoch,
+            search_term=self._state.term,
             attempt=number,
             config=state.config,
             reached=state.reached,
@@ -380,7 +383,7 @@ class Driver:
             saves_first=self._policy.saves_first,
             exploit=state.exploits,
             last_step=self._limits.options.stopper.step_count if state.exploits else None,
-            puts_aside=self._failure_handler.put_aside.pop(trial, ()),
+            quarantines=self._failure_handler.quarantines.pop(trial, ()),
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
@@ -435,14 +438,14 @@ class Driver:
         began = trial.attempt > self._attempts.pop(over.trial)
         if self._failure_handler.conclude_undecided(trial.trial):
             pass
-        elif over.error is not None and not (trial.apart and isinstance(over.error, Exception)):
+        elif over.error is not None and not (trial.own_journal and isinstance(over.error, Exception)):
             raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
         elif isinstance(over.error, ResumeFailed | InvalidInput):
             self._failure_handler.give_up(trial.trial, Cause.USER, str(over.error))
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
         elif trial.trial in self._state.questions:
-            if trial.apart:  # the other trials save and end, too
+            if trial.own_journal:  # the other trials save and end, too
                 self._stopping.end(f"trial {trial.trial} asks a question")
         elif trial.phase is Phase.PENDING and trial.cause is not None and began:
             self._failure_handler.failed(trial, trial.cause, over.error)
@@ -452,9 +455,9 @@ class Driver:
             self._merger.require_ours()  # a newer owner of the search owns the trial too
             self._failure_handler.lost(trial.trial, over.error)
         else:
-            self._let_go_on(trial)
+            self._let_proceed(trial)
 
-    def _let_go_on(self, trial: Trial) -> None:
+    def _let_proceed(self, trial: Trial) -> None:
         """Resume a paused trial that is to exploit another, or whose pause the scheduler does not know."""
         if self._is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
@@ -506,7 +509,7 @@ class Driver:
             return
         self._decisions.decide_what_is_open(name)
         trial = self._state.trial(name)
-        self._let_go_on(trial)
+        self._let_proceed(trial)
         if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
             self._failure_handler.resumed(trial, trial.cause)
         elif trial.phase is Phase.PENDING:

@@ -44,7 +44,7 @@ class FailureHandler:
         self._log = log
         self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self._undecided: dict[str, str] = {}  # trials whose report lacked the metric, and the error
-        self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        self.quarantines: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
         running = (each for each in pending_entry.state.trials.values() if each.phase is Phase.RUNNING)
         self._has_trained = any(each.step for each in running)  # attempts elsewhere that outlived an earlier run
@@ -78,15 +78,15 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
-        if cause is Cause.IMPORT and trial.apart and not self._has_trained:
+        if cause is Cause.IMPORT and trial.own_journal and not self._has_trained:
             self._unimportable = self._unimportable or f"trial {trial.trial}: {first_line(trial.reason)}"
             self._stopping.ends = True
             return
-        if cause is Cause.BAD_STOP and trial.apart and self._limits.why_end(self._pending_entry.state, None):
+        if cause is Cause.BAD_STOP and trial.own_journal and self._limits.why_end(self._pending_entry.state, None):
             self._log.error("trial %s errored at step %d: %s", trial.trial, trial.step, first_line(trial.reason))
             return  # the search ends, and its next run tries the trial again
         if not isinstance(verdict(trial, cause, self._limits.options.failure_policy), GiveUp | Resumable):
-            name, why = f"trial {trial.trial}: " if trial.apart else "", first_line(trial.reason)
+            name, why = f"trial {trial.trial}: " if trial.own_journal else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stopping.ends else "it is retried"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, why)
         self.retry_or_give_up(trial.trial, cause)
@@ -98,10 +98,10 @@ class FailureHandler:
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                name = f"trial {trial}: " if state.apart else ""
+                name = f"trial {trial}: " if state.own_journal else ""
                 self._log.error("%sa checkpoint is quarantined: %s", name, first_line(reason))
-                aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
-                self.put_aside[trial] = (aside,)
+                quarantined = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
+                self.quarantines[trial] = (quarantined,)
                 self._startable.append(trial)
             case GiveUp(message=message):
                 self.give_up(trial, cause, message)

@@ -40,18 +40,18 @@ class PendingEntry:
 
     def put(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
-        earlier, before = self.state, self.state.happened
+        earlier, before = self.state, self.state.past_count
         self.state = after_event(self.state, event, self._journal_writer.experiment.number + 1)
         # The sender of a stop request looks in the journal for the answer, and then for the end.
-        self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
+        self._is_asked_after |= self.state.stop_requests != earlier.stop_requests or self.state.stops != earlier.stops
         if self._status_changed_at is None and _changes_status(event, earlier, self.state):
             self._status_changed_at = time.monotonic()
         self._unwritten.append(event)
-        self._listener.happened(event, self.state)
-        if self.state.happened > before:
+        self._listener.applied(event, self.state)
+        if self.state.past_count > before:
             trial = self.state.trial(str(getattr(event, "trial", "")))
-            for happening in trial.past[before - self.state.happened :]:
-                self._policy.record(trial, happening)
+            for past_event in trial.past[before - self.state.past_count :]:
+                self._policy.record(trial, past_event)
 
     def lost(self, trial: str, why: str) -> None:
         """Pass on to the listener that an attempt of `trial` ended without journaling its end."""
@@ -64,14 +64,14 @@ class PendingEntry:
 
         Args:
             events: the events of the entry.
-            experiment: the state after it, which may hold entries of external writers before it, too.
+            experiment: the state after it, which may hold entries of guests before it, too.
         """
         for event in events[:-1]:
             self.state = after_event(self.state, event, experiment.number)
-            self._listener.happened(event, self.state)
+            self._listener.applied(event, self.state)
         self.state = self._journal_writer.follow(events, experiment)
         for event in events[-1:]:
-            self._listener.happened(event, self.state)
+            self._listener.applied(event, self.state)
         self._listener.wrote(self.state)
 
     def then(self, act: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 The same history gives the same proposals and decisions, so none of the three has a state that is stored. A resume
 creates them anew and replays the journal to them (`replay`), in the order in which the first run passed the same events
-(`Happening.order`): what they then propose is what the interrupted run would have proposed. For this to hold, they draw
+(`PastEvent.order`): what they then propose is what the interrupted run would have proposed. For this to hold, they draw
 randomness only from a seed and a purpose (`core.seeded_random`), read no clock, and learn of a trial only what the
 journal holds: a report reaches them when it is journaled as a milestone, never when it arrives.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
-from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import Lesson
+from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal_events.experiment_events import PriorTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
@@ -39,7 +39,7 @@ def is_saved(trial: Trial) -> bool:
     return newest is not None and newest.step == trial.step
 
 
-def standing_decision(trial: Trial) -> Happening | None:
+def open_decision(trial: Trial) -> PastEvent | None:
     """Return the last decision of a trial if it is a stop or pause that was journaled and not carried out; else None.
 
     This happens when an owner dies between the decision and its effect.
@@ -74,18 +74,18 @@ class SearchPolicy:
         """Whether a trial saves a checkpoint before the scheduler decides about it."""
         return self._schedule.saves_first
 
-    def warm_start(self, lessons: Iterable[Lesson]) -> int:
+    def warm_start(self, prior: Iterable[PriorTrial]) -> int:
         """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
-        return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in lessons)
+        return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in prior)
 
     def replay(self, experiment: Experiment) -> None:
         """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
-        history = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
-        for happening, trial in sorted(history, key=lambda pair: pair[0].order):
-            if happening.what == "decided" and happening.report is not None:
-                self.decide(trial, happening.report)  # the decision itself is in the journal already
+        history = [(past_event, trial) for trial in experiment.trials.values() for past_event in trial.past]
+        for past_event, trial in sorted(history, key=lambda pair: pair[0].order):
+            if past_event.what == "decided" and past_event.report is not None:
+                self.decide(trial, past_event.report)  # the decision itself is in the journal already
             else:
-                self.record(trial, happening)
+                self.record(trial, past_event)
         for trial in experiment.trials.values():
             self.has_trained(trial)
 
@@ -136,9 +136,9 @@ class SearchPolicy:
 
         After a stop or pause that was not carried out, this is the step of that decision again.
         """
-        standing = standing_decision(trial)
-        if standing is not None and standing.report is not None:
-            return standing.report.step
+        found = open_decision(trial)
+        if found is not None and found.report is not None:
+            return found.report.step
         return self._schedule.milestone(trial.trial, self._decided.get(trial.trial, 0))
 
     def resume_next(self) -> str | None:
@@ -153,10 +153,10 @@ class SearchPolicy:
         """Whether the scheduler wants no new trial now."""
         return self._schedule.is_waiting()
 
-    def record(self, trial: Trial, happening: Happening) -> None:
+    def record(self, trial: Trial, past_event: PastEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is its state after the event."""
         number = number_of(trial.trial)
-        match happening.what:
+        match past_event.what:
             case "added":
                 self._added(trial, number)
             case "resumed":
@@ -165,10 +165,10 @@ class SearchPolicy:
             case "ended":
                 self._paused.discard(trial.trial)
                 self._schedule.ended(trial.trial)
-                if happening.stopped:
+                if past_event.stopped:
                     self._proposals.stopped(number)
-                self._proposals.ended(number, happening.report, failed=happening.failed)
-                self._tally.ended(trial.trial, happening.report, failed=happening.failed)
+                self._proposals.ended(number, past_event.report, failed=past_event.failed)
+                self._tally.ended(trial.trial, past_event.report, failed=past_event.failed)
             case "decided":
                 pass  # `decide` has recorded it
 

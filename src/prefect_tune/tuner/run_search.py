@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.stoppers import Stopper, metrics_needed, of_ex
 from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Described, Event
+from prefect_tune.core.journal_events.experiment_events import Configured, Event, WarmStart
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -46,13 +46,13 @@ from prefect_tune.parameters.resume_compatibility import (
     CODE_TRAINS,
     CODE_UNUSED,
     KEEPS_CONFIGURATIONS,
+    log_code,
+    log_errored,
+    log_fewer_samples,
+    log_space,
     require_code,
     require_presence,
     require_same,
-    say_code,
-    say_errored,
-    say_fewer_samples,
-    say_space,
     settings_before_training,
     with_seed_of,
 )
@@ -80,7 +80,7 @@ from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, never_last
 from prefect_tune.tuner.stopping import StopRequestPoller
-from prefect_tune.tuner.warm_start import lessons_known, new_lessons, source_names
+from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
 
 # The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
 
@@ -117,7 +117,7 @@ def warn_of_takeover(found: Experiment, log: Log) -> None:
 def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Log) -> None:
     """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained.
 
-    If trials had errored, `say_errored` or the error of the search says what can be done.
+    If trials had errored, `log_errored` or the error of the search says what can be done.
     """
     if (
         found.trials
@@ -301,26 +301,27 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     subscribers = _subscribers(plan, slots)
     known = require_presence(plan.target, name, plan.resume, turn.known)
     seen = turn.known.experiment if turn.known is not None else turn.state
-    learned = new_lessons(source_names(plan.warm_start or ()), plan.target, name, seen)
+    warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, name, seen)
 
     def search(stop: threading.Event) -> Experiment:
         with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
             _require_fit(plan, policy)
-            state, now, changes = _opened(turn, known or read_known(plan.target, name))
+            state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts)
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
-            learns = [each for each in learned if each.source not in state.learned]
-            if news := [*unjournaled(turn.news, state), *changes, *learns]:
+            if news := [*unjournaled(turn.news, state), *changes]:
                 journal_writer.write(news)
             if journal_writer.experiment.questions:
                 return journal_writer.experiment  # no trial starts before they are answered
             # Another run may have added samples between the reading and the opening; the journal has the seed.
             asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else _policy(now)
-            _learn(asks, journal_writer)
+            _warm_start(asks, journal_writer)
             log = get_run_logger()
             log_opening(now, state, slots, where, log)
             with (
-                StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
+                StopRequestPoller(
+                    plan.target, name, len(state.stop_requests), spec.sync.sync_period, stop
+                ) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
                 observers = ObserverGroup([metric_check, ExplorationCheck(objective, log), listener])
@@ -331,7 +332,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
                     before_training=lambda: _changed_code(now, state, log),
                 )
                 ended = driver.run(stop_requests)
-                say_code(ended, now, CODE_UNUSED, log)
+                log_code(ended, now, CODE_UNUSED, log)
                 if not stop.is_set():
                     log_finished(now, state, ended, log)
                 return ended
@@ -340,11 +341,13 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)
 
 
-def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
+def _opened(
+    turn: Turn, known: LoadedJournal, warm_starts: Sequence[WarmStart]
+) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
     Returns:
-        its state, the plan with the samples that this run adds, and the events that journal both changes.
+        its state, the plan with the samples that this run adds, and the events that journal what is new.
     """
     plan, log = turn.plan, get_run_logger()
     # Check before the takeover: a refused run must not disturb the present owner.
@@ -356,19 +359,21 @@ def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, S
     now, added = search_limits.extended(with_seed_of(state, plan), state, call_path)
     require_same(state, today := now.settings)
     settings = signed_settings(plan.target, state, settings_before_training(state, today))
-    say_space(state, now, log)
-    say_fewer_samples(state, now, log)
+    log_space(state, now, log)
+    log_fewer_samples(state, now, log)
     if not turn.answered:  # errors of this run were logged before the question
-        say_errored(state, now, log)
-    return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
+        log_errored(state, now, log)
+    new = tuple(each for each in warm_starts if each.source not in state.warm_starts)
+    configured = Configured(settings=settings, extensions=added, warm_starts=new)
+    return state, now, [configured] if settings != state.settings or added or new else []
 
 
 def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """Log that the trainable has changed, if it has, and return the event that journals its code."""
-    say_code(state, plan, CODE_TRAINS, log)
+    log_code(state, plan, CODE_TRAINS, log)
     if settings_before_training(state, plan.settings) == plan.settings:
         return ()
-    return [Described(settings=signed_settings(plan.target, state, plan.settings))]
+    return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
 
 
 def _require_fit(plan: SearchPlan, policy: SearchPolicy) -> None:
@@ -408,11 +413,11 @@ def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
     )
 
 
-def _learn(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
-    if journal_writer.experiment.learned:
-        lessons = lessons_known(journal_writer)
-        used, names = policy.warm_start(lessons), ", ".join(journal_writer.experiment.learned)
-        get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(lessons), names, used)
+def _warm_start(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
+    if journal_writer.experiment.warm_starts:
+        prior = known_prior_trials(journal_writer)
+        used, names = policy.warm_start(prior), ", ".join(journal_writer.experiment.warm_starts)
+        get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(prior), names, used)
 
 
 def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots, metric_check: MetricCheck) -> SearchLimits:

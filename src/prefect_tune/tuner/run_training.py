@@ -48,7 +48,7 @@ from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
-from prefect_tune.tuner.stopping import Outside
+from prefect_tune.tuner.stopping import StopSource
 
 
 def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
@@ -66,7 +66,7 @@ def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Tria
     turn: Turn | None = (first := first_turn(Turn(plan), TRAINING_QUESTION, last_form()))
     stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
-    spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
+    spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), own_journal=False)
     require_possible(spec)
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
@@ -76,7 +76,7 @@ def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Tria
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
-    _say_what_is_not_saved(trial)
+    _log_unsaved_steps(trial)
     return spec, trial
 
 
@@ -126,7 +126,7 @@ def _driven(
 ) -> Experiment:
     spec, log, state = training.spec, get_run_logger(), journal_writer.experiment
     is_done = training.is_done(state)
-    _say_where_it_stands(training, state, is_done=is_done)
+    _log_progress(training, state, is_done=is_done)
     limits = SearchLimits(
         options=training.options.extended(rerun_errored=True),
         max_concurrent_trials=1,
@@ -146,7 +146,7 @@ def _driven(
         observers = DisplayGroup([lines, emitter, reporter, live, shown], log)
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
-            state = driver.run(Outside(stop))
+            state = driver.run(StopSource(stop))
         reporter.conclude()  # it draws the last page while the event emitter ends
     return state
 
@@ -180,7 +180,7 @@ def _events_of(spec: TrialSpec) -> EventContext:
     return EventContext(place, sync_period=spec.sync.sync_period, run=this_run())
 
 
-def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:
+def _log_progress(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:
     spec, trial, log = training.spec, state.trials.get(ONLY_TRIAL), get_run_logger()
     where = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
@@ -196,7 +196,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
         log.info("%s: starts from step 0", where)
 
 
-def _say_what_is_not_saved(trial: Trial) -> None:
+def _log_unsaved_steps(trial: Trial) -> None:
     newest = newest_checkpoint(trial)
     saved = newest.step if newest else 0
     if trial.phase is Phase.FINISHED and saved < trial.step:

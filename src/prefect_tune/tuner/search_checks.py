@@ -98,7 +98,7 @@ class MetricCheck(SearchObserver):
         del experiment
         self._check(step.trial, step.report)
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         """Check also the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
         for each in events_in(event):
             match each:
@@ -218,7 +218,7 @@ class ExplorationCheck(SearchObserver):
         self._equal: list[_Values] = []
         self._is_over = False
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
+    def applied(self, event: Event, experiment: Experiment) -> None:
         if self._is_over or not (isinstance(event, Decided) and isinstance(event.decision, Exploit)):
             return
         source, trial = event.decision.source, event.trial

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-class Outside:
+class StopSource:
     """Interruptions of the process, and stop requests; there are no requests for a single training."""
 
     def __init__(self, interrupted: threading.Event) -> None:
@@ -82,12 +82,12 @@ class Stopping:
         self.ends = False
         """Whether no trial starts any more, and all trials save and end."""
 
-    def heed(self, outside: Outside) -> None:
+    def heed(self, stop_source: StopSource) -> None:
         """Check interruptions, requests, time budget and stoppers; stop the experiment or the trial if one says so."""
-        if outside.is_interrupted():
+        if stop_source.is_interrupted():
             self.ends = True
             self._executor.stop()  # at once, without waiting for the journal: time is short
-        for request in outside.take():
+        for request in stop_source.take():
             self._handle(stop_event(self._pending_entry.state, request))
         if reason := self._limits.why_end(self._pending_entry.state, None):
             self.end(reason)
@@ -113,7 +113,7 @@ class Stopping:
 
     def finish(self, trial: str) -> None:
         """Finish a trial that has a request to stop, and no running attempt."""
-        self._pending_entry.put(Finished(trial=trial, reason=self._pending_entry.state.stops[trial], left=True))
+        self._pending_entry.put(Finished(trial=trial, reason=self._pending_entry.state.stops[trial], ended_early=True))
 
     def tell(self, trial: str) -> None:
         """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
@@ -151,7 +151,7 @@ _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
 
 
-class StopRequestPoller(Outside):
+class StopRequestPoller(StopSource):
     """Reads the requests after number `journaled_count`; deletes acknowledged ones.
 
     It looks with one GET per `sync_period`, at least every 5 s and at most every 0.5 s. Entering it reads the requests
@@ -311,7 +311,7 @@ class _Asking:
             return StopOutcome("had-ended", ended, state)
         stamp = new_write_id()
         request = StopRequest(
-            write_id=stamp.write_id, at=stamp.at, reason=self._reason, epoch=state.epoch, trial=self._trial
+            write_id=stamp.write_id, at=stamp.at, reason=self._reason, term=state.term, trial=self._trial
         )
         number, pause_seconds = self._asked(state, request), _FIRST_PAUSE_SECONDS
         began, until = time.monotonic(), time.monotonic() + wait_seconds
@@ -397,7 +397,7 @@ class _Asking:
             waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
         running = sum(each.phase is Phase.RUNNING for each in state.trials.values())
-        if running and state.epoch == request.epoch:
+        if running and state.term == request.term:
             return StopOutcome("stopping", f"{running} trials are stopping: they save", state)
         if running:
             message = f"the run with the request has ended; another one has started, by {state.owner}"
@@ -413,7 +413,7 @@ class _Asking:
         if self._trial is not None:
             later = f"trial {self._trial} will be ended when the experiment is opened next"
             return StopOutcome("unanswered", f"{owner}: {later}", state)
-        if state.epoch != request.epoch:
+        if state.term != request.term:
             return StopOutcome(
                 "refused",
                 f"another run has started meanwhile, by {state.owner}; request the stop again to end it",

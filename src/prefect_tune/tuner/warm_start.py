@@ -12,7 +12,7 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import next_entry
-from prefect_tune.core.journal_events.experiment_events import Learned, Lesson
+from prefect_tune.core.journal_events.experiment_events import Configured, PriorTrial, WarmStart
 from prefect_tune.core.models import canonical_json, valid_name
 from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def source_names(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to learn from, each once: a name on the same target, or `target/name`.
+    """Return the experiments to warm-start from, each once: a name on the same target, or `target/name`.
 
     Raises:
         InvalidInput: one of them is neither.
@@ -40,28 +40,28 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
     return list(dict.fromkeys(str(each) for each in warm_start))
 
 
-def new_lessons(
+def new_warm_starts(
     names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
-) -> Sequence[Learned]:
-    """Read the finished trials of the experiments that `own` has not learned from yet; those may still be running.
+) -> Sequence[WarmStart]:
+    """Read the finished trials of the experiments that are new to `own`; those may still be running.
 
     Args:
         names: as `source_names` returns them.
         target: the target of `own`.
-        own: the experiment that learns.
+        own: the experiment that warm-starts.
         known: its state as of the check of what its journal may choose; None to read it here. Experiments that
-            `known` has learned from are not opened, even if the journal has changed since.
+            `known` names are not opened, even if the journal has changed since.
 
     Raises:
         InvalidInput: a source does not exist, or is `own` itself.
         ResumeFailed: a source cannot be read.
     """
-    found: list[Learned] = []
+    found: list[WarmStart] = []
     if not names:
         return found
-    learned = (known or read_known(target, own).experiment).learned
+    there = (known or read_known(target, own).experiment).warm_starts
     for name in names:
-        if name not in learned:
+        if name not in there:
             place, _, experiment = name.rpartition("/")
             where = resolve_target(place) if place else target
             at = ExperimentAddress(where.uri, experiment).uri
@@ -72,33 +72,33 @@ def new_lessons(
             state = read_known(where, experiment).experiment
             if not state.number:
                 raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
-            found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
+            found.append(WarmStart(source=name, place=at, trials=tuple(_prior_trials(state))))
     return found
 
 
-def lessons_known(journal_writer: JournalWriter) -> Sequence[Lesson]:
-    """Return the trials of other experiments that the journal holds, each once, in the order of learning."""
-    entries = sorted(set(journal_writer.experiment.learned.values()))
-    learned = [event for number in entries for event in _learned_in(journal_writer, number)]
-    unique = {_identity(lesson): lesson for event in reversed(learned) for lesson in reversed(event.lessons)}
+def known_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
+    """Return the trials of other experiments that the journal holds, each once, in the order in which it got them."""
+    entries = sorted(set(journal_writer.experiment.warm_starts.values()))
+    warm_starts = [each for number in entries for each in _warm_starts_in(journal_writer, number)]
+    unique = {_identity(trial): trial for each in reversed(warm_starts) for trial in reversed(each.trials)}
     return list(reversed(unique.values()))
 
 
-def _learned_in(journal_writer: JournalWriter, number: int) -> Iterator[Learned]:
+def _warm_starts_in(journal_writer: JournalWriter, number: int) -> Iterator[WarmStart]:
     key = journal_writer.experiment.key
     entry = on_target(journal_writer.target, lambda store: next_entry(store, key, number - 1), _TIMEOUT)
     if entry is None:
         raise JournalCorrupt(f"{key}: entry {number} is missing")
-    return (event for event in entry.events if isinstance(event, Learned))
+    return (each for event in entry.events if isinstance(event, Configured) for each in event.warm_starts)
 
 
-def _lessons(state: Experiment) -> Iterator[Lesson]:
+def _prior_trials(state: Experiment) -> Iterator[PriorTrial]:
     for each in state.trials.values():
         if each.phase is Phase.FINISHED and each.step:
             stopped = each.past[-1].stopped
-            yield Lesson(trial=each.trial, config=each.config, report=last_report(each), stopped=stopped)
+            yield PriorTrial(trial=each.trial, config=each.config, report=last_report(each), stopped=stopped)
 
 
-def _identity(lesson: Lesson) -> bytes:
+def _identity(trial: PriorTrial) -> bytes:
     """Return what identifies a trial across forks, which share trials: its configuration and its last report."""
-    return canonical_json([lesson.config, lesson.report.step, lesson.report.metrics])
+    return canonical_json([trial.config, trial.report.step, trial.report.metrics])

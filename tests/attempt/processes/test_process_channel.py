@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place, trial_process
-from prefect_tune.core.messages.process_messages import GoOn, TrialEnded
+from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
 from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of
 
 LOG = log_to(LogRecorder())
@@ -91,7 +91,7 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     near, _ = wire
     channel = TrialChannel(near, Body())
     near.close()  # as another thread does that ends the trial's process
-    channel.tell(GoOn(milestone=None))
+    channel.tell(Proceed(milestone=None))
 
 
 @pytest.mark.parametrize("opened", [trial_process, trial_in_place])

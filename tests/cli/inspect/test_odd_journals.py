@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
-    Described,
+    Configured,
     Owner,
     Started,
     TrialAdded,
@@ -33,7 +33,7 @@ def forged(folder: Path, metric: Any) -> str:
     with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
         stamps = (Stamp(write_id=name, at="some day") for name in ("first", "second"))
         state = take_over(store, "e", Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map)
-        append(store, state, [Described(settings={"metric": metric})], next(stamps))
+        append(store, state, [Configured(settings={"metric": metric})], next(stamps))
     return str(folder)
 
 
@@ -61,12 +61,12 @@ def test_running_trials_without_updates_are_dim_and_have_no_reason(
     state = take_over(store, "e", Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map)
     lost = AttemptEnded(trial="first", cause=Cause.MACHINE, message="its owner vanished")
     started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
-    for event in (Described(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):
+    for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):
         state = append(store, state, [event], next(stamps))
     at = (datetime.now(UTC) - age).isoformat()
     running = RunningTrial(trial="first", attempt=2)
-    told = {"epoch": state.epoch, "owner": state.owner, "number": 1, "at": at, "period_seconds": 5}
-    write_live_status(store, key, LiveStatus(**told, trials=(running,)))
+    document = {"term": state.term, "owner": state.owner, "number": 1, "at": at, "period_seconds": 5}
+    write_live_status(store, key, LiveStatus(**document, trials=(running,)))
     shown = json.loads(run("show", tmp_path / "runs", "e", "--json").out)
     assert (shown["is_stale"], shown["trials"][0]["reason"]) == (is_stale, "")
     monkeypatch.setenv("FORCE_COLOR", "1")

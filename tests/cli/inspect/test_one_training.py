@@ -25,7 +25,7 @@ def blobs(target: Path) -> list[Path]:
 def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
     done = run("checkpoints", target, "digits", "--json")
     rows = json.loads(done.out)
-    assert [(row["step"], row["standing"], row["size_bytes"]) for row in rows] == [
+    assert [(row["step"], row["status"], row["size_bytes"]) for row in rows] == [
         (2, "live", 5_000_001),
         (4, "live", 5_000_001),
         (6, "live", 5_000_001),
@@ -45,7 +45,7 @@ def test_for_people_the_list_is_a_table(run: Run, target: Path) -> None:
 def test_a_checkpoint_that_was_put_aside_is_listed_as_quarantined(run: Run, tmp_path: Path) -> None:
     write_experiment(tmp_path / "target", "digits", [2, 4], quarantined=(4,))
     rows = json.loads(run("checkpoints", tmp_path / "target", "digits", "--json").out)
-    assert [(row["step"], row["standing"]) for row in rows] == [(2, "live"), (4, "quarantined")]
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "quarantined")]
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
@@ -54,7 +54,7 @@ def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
 ) -> None:
     damage(sorted(target.glob("digits/trials/trial/checkpoints/*/manifest.json"))[1])
     rows = json.loads(run("checkpoints", target, "digits", "--json").out)
-    assert [(row["step"], row["standing"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
 
 
 def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
@@ -68,7 +68,7 @@ def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     lines = run("show", target, "digits").out.splitlines()
     assert any(line.split() == ["reason", "had", "enough"] for line in lines)
     assert any(line.split()[:4] == ["owner", "1:", "a", "test"] for line in lines)
-    assert "epoch" not in "".join(lines)
+    assert "term" not in "".join(lines)
     assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
 
 

@@ -94,7 +94,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     settings = shown["settings"]
     assert settings["retention"] == {"last": 1, "best": 2, "metric": "loss", "mode": "max", "every": None}
     assert settings["warm_start"] == ["first"]
-    assert list(pt.load_results(tmp_path, "e").experiment.learned) == ["first"]
+    assert list(pt.load_results(tmp_path, "e").experiment.warm_starts) == ["first"]
     assert {name: settings[name] for name in ("mode", "num_samples", "seed", "stop", "fail_fast", "isolation")} == {
         "mode": "max",
         "num_samples": 2,

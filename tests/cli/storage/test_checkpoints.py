@@ -53,7 +53,7 @@ def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no
     key = TrialKey(experiment="moods", trial="00001")
     store.delete([CheckpointKey(trial=key, step=oldest.step, sequence=oldest.sequence).manifest_path])
     rows = json.loads(run("checkpoints", own_moods, "moods", "--trial", "00001", "--json").out)
-    assert [(row["step"], row["standing"]) for row in rows] == [(3, "live")]
+    assert [(row["step"], row["status"]) for row in rows] == [(3, "live")]
     assert run("verify", own_moods, "moods").code == 0
     assert run("export", own_moods, "moods", own_moods / "out", "--trial", "00001", "--step", 2).code == 2
     newest = pt.load_results(str(own_moods), "moods").checkpoint("00001")

@@ -14,7 +14,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.journal.journal import append, load, take_over
-from prefect_tune.core.journal_events.experiment_events import Owner, RemovalBegun, Started, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Deletion, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
@@ -50,7 +50,7 @@ def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = Tr
     if updated is not None:
         at = (datetime.now(UTC) - updated).isoformat()
         trials = (RunningTrial(trial="trial", attempt=1),) * runs
-        live = LiveStatus(epoch=state.epoch, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
+        live = LiveStatus(term=state.term, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
         write_live_status(store, JournalKey(experiment=name), live)
 
 
@@ -180,7 +180,7 @@ def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
         OWNER,
         Stamp(write_id="gone", at=""),
         side_by_side=map,
-        also=lambda _: [RemovalBegun()],
+        also=lambda _: [Deletion()],
     )
     store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # killed here
     assert run("delete", target, "digits", "--yes").code == 0

@@ -41,7 +41,7 @@ def test_maintain_ends_with_4_where_it_finds_damage_and_what_is_whole_again_is_r
     released = run("verify", target, "digits", "--release", 6)
     assert (released.code, "whole" in released.out) == (0, True)
     rows = json.loads(run("checkpoints", target, "digits", "--json").out)
-    assert [(row["step"], row["standing"]) for row in rows] == [(2, "live"), (4, "live"), (6, "live")]
+    assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "live"), (6, "live")]
 
 
 def test_what_its_owner_quarantined_is_released_too(run: Run, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.core.driver import KEY
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
-ABOUT = About(attempt=1, epoch=1, write_id="w1", created_at="now")
+ABOUT = About(attempt=1, term=1, write_id="w1", created_at="now")
 CHUNK = 8  # of `tiny_blobs`
 BLOB = 24
 

@@ -39,7 +39,7 @@ def test_todays_code_reads_what_was_written_then(version: Path) -> None:
     experiment = load(state(version))
     trial = experiment.trial("t")
 
-    assert (experiment.number, experiment.epoch, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
+    assert (experiment.number, experiment.term, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
     assert (trial.phase, trial.attempt, trial.step, trial.wasted_steps) == (Phase.RUNNING, 4, 5, 1)
     assert trial.config == {"width": 3}
     assert trial.metrics == {"head": HEADS[5]}

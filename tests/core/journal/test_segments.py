@@ -22,7 +22,7 @@ from prefect_tune.core.journal.segments import (
     steps,
     write_due_segment,
 )
-from prefect_tune.core.journal_events.experiment_events import Extended
+from prefect_tune.core.journal_events.experiment_events import Configured
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
@@ -406,14 +406,14 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_segments() -
     order = list(state.trials)
     assert order != sorted(order)
     assert list(load(store).trials) == order
-    again = Experiment.model_validate_json(state.model_dump_json(by_alias=True))
+    again = Experiment.model_validate_json(state.model_dump_json())
     assert (again, list(again.trials)) == (state, order)
-    assert Experiment.model_validate(state.model_dump(by_alias=True)) == state
+    assert Experiment.model_validate(state.model_dump()) == state
 
 
 def test_an_experiment_that_was_read_from_json_writes_segments_that_hold_enough() -> None:
     store = MemoryStore()
-    state = Experiment.model_validate_json(run(store, 123).model_dump_json(by_alias=True))
+    state = Experiment.model_validate_json(run(store, 123).model_dump_json())
     while state.number < 205:
         state = next_state(store, state, ["t1"])
         write_due_segment(store, state)
@@ -426,10 +426,10 @@ def test_an_experiment_that_was_read_from_json_writes_segments_that_hold_enough(
 def test_what_runs_have_added_is_in_the_segments() -> None:
     store = MemoryStore()
     state = run(store, 8)
-    state = journal.append(store, state, [Extended(run="a", samples=5)], stamp("9"))
-    state = journal.append(store, state, [Extended(run="b", samples=2)], stamp("10"))
+    state = journal.append(store, state, [Configured(settings={}, extensions={"a": 5})], stamp("9"))
+    state = journal.append(store, state, [Configured(settings={}, extensions={"b": 2})], stamp("10"))
     write_due_segment(store, state)
     assert decode_segment(encode_segment(state), JOURNAL, 10).experiment.extensions == {"a": 5, "b": 2}
     assert load(store).extensions == fold(store).extensions == {"a": 5, "b": 2}
     with pytest.raises(JournalCorrupt, match="run a has added its samples before"):
-        journal.append(store, state, [Extended(run="a", samples=5)], stamp("11"))
+        journal.append(store, state, [Configured(settings={}, extensions={"a": 5})], stamp("11"))

@@ -23,6 +23,6 @@ def test_whose_orders_are_older_is_behind_where_both_had_any(
     mine: tuple[int, int], theirs: tuple[int, int], *, behind: bool
 ) -> None:
     one, other = (
-        Owner(name="n", host="h", pid=1, search_epoch=epoch, attempt=attempt) for epoch, attempt in (mine, theirs)
+        Owner(name="n", host="h", pid=1, search_term=term, attempt=attempt) for term, attempt in (mine, theirs)
     )
     assert one.is_behind(other) is behind

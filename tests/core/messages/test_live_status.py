@@ -37,19 +37,19 @@ LATER = "2026-11-23T01:02:20+00:00"
 OWNER = Owner(name="o", host="h", pid=1)
 
 
-def running(*events: Event, epoch: int = 1) -> Experiment:
+def running(*events: Event, term: int = 1) -> Experiment:
     state = nothing_yet("e")
-    opened = (Opened(experiment="e", epoch=each, owner=OWNER) for each in range(1, epoch + 1))
+    opened = (Opened(experiment="e", term=each, owner=OWNER) for each in range(1, term + 1))
     started = Started(trial="a", attempt=1, from_step=0)
     for number, event in enumerate((*opened, TrialAdded(trial="a", config={}), started, *events), 1):
         state = after_event(state, event, number)
     return state
 
 
-def status(number: int, *, epoch: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
+def status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
     report = StepReport(step=step, metrics={"loss": 0.5})
     trial = RunningTrial(trial="a", attempt=attempt, began_at=WRITTEN, host="h", report=report, reported_at=LATER)
-    return LiveStatus(epoch=epoch, owner=owner, number=number, at=LATER, period_seconds=5, trials=(trial,))
+    return LiveStatus(term=term, owner=owner, number=number, at=LATER, period_seconds=5, trials=(trial,))
 
 
 def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
@@ -65,19 +65,19 @@ def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
 
 def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_first_object_on() -> None:
     store = MemoryStore()
-    for epoch, number in ((1, 6), (1, 7), (2, 9), (3, 1)):
-        store.put(KEY.live_status_path(epoch, number), b"left by a kill, or by a deleted experiment of this name")
-    write_live_status(store, KEY, status(1, epoch=2))
-    assert newest_live_status(store, KEY) == status(1, epoch=2)
+    for term, number in ((1, 6), (1, 7), (2, 9), (3, 1)):
+        store.put(KEY.live_status_path(term, number), b"left by a kill, or by a deleted experiment of this name")
+    write_live_status(store, KEY, status(1, term=2))
+    assert newest_live_status(store, KEY) == status(1, term=2)
     assert len(store.objects) == 1
-    write_live_status(store, KEY, status(8, epoch=1))  # a paused machine resumes
-    assert newest_live_status(store, KEY) == status(1, epoch=2)
+    write_live_status(store, KEY, status(8, term=1))  # a paused machine resumes
+    assert newest_live_status(store, KEY) == status(1, term=2)
 
 
 def test_the_end_of_an_owner_deletes_its_own_and_earlier_ones_and_no_later_ones() -> None:
     store = MemoryStore()
-    for epoch in (1, 2, 3):
-        store.put(KEY.live_status_path(epoch, 4), b"")
+    for term in (1, 2, 3):
+        store.put(KEY.live_status_path(term, 4), b"")
     delete_live_status(store, KEY, 2)
     assert list(store.objects) == [KEY.live_status_path(3, 4)]
 
@@ -93,7 +93,7 @@ def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
 @pytest.mark.parametrize(
     ("state", "written"),
     [
-        (running(epoch=2), status(1)),  # of an earlier owner
+        (running(term=2), status(1)),  # of an earlier owner
         (running(), status(1, owner=Owner(name="o", host="h", pid=2))),  # of a deleted experiment of this name
         (running(), status(1, attempt=2)),  # of an attempt that the journal does not name yet
         (running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost")), status(1)),
@@ -129,9 +129,9 @@ def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None
 
 def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one() -> None:
     store = MemoryStore()
-    assert last_known_steps(store, running(epoch=2)) == {}
+    assert last_known_steps(store, running(term=2)) == {}
     write_live_status(store, KEY, status(1))
-    assert last_known_steps(store, running(epoch=2)) == {"a": 59}
+    assert last_known_steps(store, running(term=2)) == {"a": 59}
     ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
     assert last_known_steps(store, ended) == {}
 

@@ -35,7 +35,7 @@ OWNER = Owner(name="first", host="here", pid=1)
 def running() -> Experiment:
     state = nothing_yet("e")
     events: list[Event] = [
-        Opened(experiment="e", epoch=1, owner=OWNER),
+        Opened(experiment="e", term=1, owner=OWNER),
         TrialAdded(trial="a", config={}),
         TrialAdded(trial="b", config={}),
     ]
@@ -44,8 +44,8 @@ def running() -> Experiment:
     return state
 
 
-def request(write_id: str = "w", *, epoch: int = 1, trial: str | None = None) -> StopRequest:
-    return StopRequest(write_id=write_id, at="now", reason="enough", epoch=epoch, trial=trial)
+def request(write_id: str = "w", *, term: int = 1, trial: str | None = None) -> StopRequest:
+    return StopRequest(write_id=write_id, at="now", reason="enough", term=term, trial=trial)
 
 
 def after_request(state: Experiment, asked: StopRequest) -> Experiment:
@@ -73,20 +73,20 @@ def test_a_reply_that_is_lost_is_no_second_request() -> None:
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
     state = after_request(running(), request(trial="a"))
-    assert (dict(state.stops), state.heard, state.ends) == ({"a": "enough"}, ("w",), "")
+    assert (dict(state.stops), state.stop_requests, state.ends) == ({"a": "enough"}, ("w",), "")
     assert after_event(state, Finished(trial="b", reason="done"), 3).stops == {"a": "enough"}
-    assert after_event(state, Finished(trial="a", reason="enough", left=True), 3).stops == {}
+    assert after_event(state, Finished(trial="a", reason="enough", ended_early=True), 3).stops == {}
     assert after_event(state, GaveUp(trial="a", cause=Cause.USER, message="no"), 3).stops == {}
 
 
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
     state = after_request(running(), request())
     assert state.ends == "enough"
-    later = after_event(state, Opened(experiment="e", epoch=2, owner=OWNER), 3)
+    later = after_event(state, Opened(experiment="e", term=2, owner=OWNER), 3)
     assert later.ends == ""
-    stale = after_request(later, request("late", epoch=1))
-    assert (stale.ends, stale.heard) == ("", ("w", "late"))
-    assert "for owner 1, and owner 2 has taken over" in stop_event(later, request("late", epoch=1)).refused
+    stale = after_request(later, request("late", term=1))
+    assert (stale.ends, stale.stop_requests) == ("", ("w", "late"))
+    assert "for owner 1, and owner 2 has taken over" in stop_event(later, request("late", term=1)).refused
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, w
     noted = stop_event(state, asked)
     after = after_event(state, noted, 4)
     assert noted.refused == why
-    assert (after.stops, len(after.heard)) == ({}, 2)
+    assert (after.stops, len(after.stop_requests)) == ({}, 2)
 
 
 def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
@@ -119,7 +119,7 @@ def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     damaged = read_request(store, "e", 1)
     assert damaged is not None
     assert stop_event(state, damaged).refused == "it cannot be read"
-    assert len(after_request(state, damaged).heard) == 1
+    assert len(after_request(state, damaged).stop_requests) == 1
 
 
 def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:

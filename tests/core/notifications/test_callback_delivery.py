@@ -76,14 +76,14 @@ def test_an_end_is_told_once_and_a_trial_that_goes_on_has_another() -> None:
 def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
     first = DeliveryTracker()
     paused = Paused(trial="b", reason="for others")
-    heard_first = entry(1, absorbed(1, BEGUN, Reported(trial="a", report=said(1))), paused)
-    assert steps(list(first.replay(heard_first))) == [1]
+    delivered_first = entry(1, absorbed(1, BEGUN, Reported(trial="a", report=said(1))), paused)
+    assert steps(list(first.replay(delivered_first))) == [1]
     assert first.report("a", said(2))
     kept = first.position
     assert kept.number == 1
 
     second = DeliveryTracker(kept)
-    assert list(second.replay(heard_first)) == []
+    assert list(second.replay(delivered_first)) == []
     missed = entry(2, absorbed(2, *(Reported(trial="a", report=said(step)) for step in (2, 3))))
     assert steps(list(second.replay(missed))) == [3]
     assert second.number == 2

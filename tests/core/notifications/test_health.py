@@ -81,11 +81,11 @@ def test_the_journal_of_a_trial_lags_where_what_it_reported_is_not_in_it(health:
 
 
 def test_the_experiments_journal_lags_where_it_is_not_written(health: HealthMonitor) -> None:
-    health.happened(0.0)
+    health.queued(0.0)
     health.wrote()
     assert events_at(health, 10 * MINUTE) == []
-    health.happened(11 * MINUTE)
-    health.happened(12 * MINUTE)
+    health.queued(11 * MINUTE)
+    health.queued(12 * MINUTE)
     assert events_at(health, 18.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=None)]
 
 

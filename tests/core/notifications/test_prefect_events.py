@@ -17,17 +17,18 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Event,
-    Extended,
     Finished,
     GaveUp,
     Opened,
     Owner,
     Paused,
     Quarantined,
+    Question,
     Reported,
     Requeued,
     Resumed,
     Started,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
@@ -48,7 +49,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from tests.fakes.searches.experiments import after
 
 T = "00000"
-ADDED = TrialAdded(trial=T, config={}, apart=True)
+ADDED = TrialAdded(trial=T, config={}, own_journal=True)
 STARTED = Started(trial=T, attempt=1, from_step=0)
 LONG = "x" * 1000
 
@@ -69,7 +70,7 @@ def payloads(*events: Event) -> list[dict[str, object]]:
     for event in events:
         before, state = state, after(state, [event])
         emitted = emitted_in(event, before.trials.get(T))
-        found += [{"name": event_name(type(each)), **payload_of(each, state.trials.get(T))} for each in emitted]
+        found += [{"name": event_name(each), **payload_of(each, state.trials.get(T))} for each in emitted]
     return found
 
 
@@ -104,7 +105,7 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "trial": T,
         "reason": "done",
         "returned": False,
-        "left": False,
+        "ended_early": False,
         "status": "completed",
         "attempt": 1,
         "step": 2,
@@ -123,6 +124,22 @@ def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     (errored,) = payloads(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))[1:]
     assert (errored["name"], errored["cause"], errored["status"]) == ("prefect-tune.gave-up", "user", "errored")
+
+
+def test_a_question_and_a_reinstatement_have_names_of_their_own() -> None:
+    asks = Question(key="k", question="Continue?", fields={"yes": True})
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="it asks", question=asks)
+    again = [
+        Quarantined(trial=T, sequence=3, reason="sha differs"),
+        Quarantined(trial=T, sequence=3, quarantined=False),
+    ]
+    found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again, asked)[2:]
+    assert [each["name"] for each in found] == [
+        "prefect-tune.quarantined",
+        "prefect-tune.reinstated",
+        "prefect-tune.questioned",
+    ]
+    assert (found[-1]["question"], found[-1]["status"]) == (asks.model_dump(mode="json"), "interrupted")
 
 
 def test_what_the_search_and_the_trial_both_record_is_emitted_once() -> None:
@@ -147,8 +164,8 @@ def test_events_that_cannot_follow_each_other_in_one_journal_are_emitted_once_al
 
 
 def test_an_event_of_the_whole_experiment_and_one_of_an_unknown_trial_are_emitted() -> None:
-    extended = Extended(run="r", samples=3)
-    assert list(emitted_in(extended, None)) == [extended]
+    asked = StopAsked(reason="enough")
+    assert list(emitted_in(asked, None)) == [asked]
     assert list(emitted_in(committed(1, 3), None)) == [committed(1, 3)]
 
 
@@ -161,7 +178,7 @@ def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
 
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
-    opened = Opened(experiment="first", trial=T, epoch=1, owner=Owner(name="a", host="b", pid=1))
+    opened = Opened(experiment="first", trial=T, term=1, owner=Owner(name="a", host="b", pid=1))
     absorbed = Absorbed(trial=T, number=1, events=(opened, ADDED, STARTED, *(reported(step) for step in range(1, 99))))
     assert names(ADDED, absorbed) == ["started"]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
@@ -189,7 +206,7 @@ def test_texts_and_tables_are_short_and_all_is_json() -> None:
         (Quarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
         (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, message="m"), {"trial": T, "cause": "out-of-memory"}),
         (TrialStalled(trial=T, silent_seconds=1.0), {"trial": T}),
-        (Extended(run="r", samples=3), {}),
+        (StopAsked(reason="enough"), {}),
     ],
 )
 def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent, labels: dict[str, str]) -> None:
@@ -199,7 +216,10 @@ def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent,
 def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
     journaled = [kind for kind in get_args(get_args(Event)[0]) if kind.model_fields["type"].default not in NOT_EMITTED]
     named = ExperimentEvent.__subclasses__()
-    every = [*(kind.name for kind in named), *map(event_name, journaled)]
+    every = [
+        *(kind.name for kind in named),
+        *(f"prefect-tune.{kind.model_fields['type'].default}" for kind in journaled),
+    ]
     assert len(set(every)) == len(every) == 6 + len(journaled)
     assert all(name.startswith("prefect-tune.") for name in every)
     fields = {"status"}.union(*(kind.model_fields for kind in (*named, *journaled)))

@@ -263,7 +263,7 @@ def dies(story: str) -> Sequence[str]:
     return die_everywhere(before(SOURCE, CLONE), act, [Way.CRASH_BEFORE, Way.REPLY_LOST], enough=1).broken
 
 
-_CLAIM = "append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)"
+_CLAIM = "append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)"
 MUTANTS: Mapping[str, Mutant] = {
     "clone without a claim": Mutant(partial(meets, "clones while the source saves"), {cloning.clone: {_CLAIM: "pass"}}),
     "claim what is retired": Mutant(
@@ -305,7 +305,8 @@ MUTANTS: Mapping[str, Mutant] = {
         {cloning._released: {"if each.clone in clones": "if False"}},
     ),
     "a guest supersedes": Mutant(
-        partial(meets, "clones while the source saves"), {journal._after_guest: {"if not is_guests or": "if True or"}}
+        partial(meets, "clones while the source saves"),
+        {journal._after_guest: {'if entry.writer != "guest" or': "if True or"}},
     ),
 }
 

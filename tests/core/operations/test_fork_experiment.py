@@ -12,7 +12,7 @@ from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import as_of, load
-from prefect_tune.core.journal_events.experiment_events import ForkBegun, Owner, StopAsked
+from prefect_tune.core.journal_events.experiment_events import Forked, Owner, StopAsked
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.storage.layout import JournalKey
@@ -58,7 +58,7 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
         then, _ = as_of(store, "old", number, side_by_side=map)
         made = forked(store, number, f"new-{number}")
         assert load(store, f"new-{number}", side_by_side=map) == made.experiment
-        assert made.experiment.happened == then.happened
+        assert made.experiment.past_count == then.past_count
         assert made.experiment.settings == then.settings
         lost = {trial: {each.step for each in refs} for trial, refs in made.lost.items()}
         for before, now in zip(then.trials.values(), made.experiment.trials.values(), strict=True):
@@ -139,8 +139,8 @@ def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     old = search_of_three(store)
     old.write(StopAsked(trial="b", reason="no good", request="r"), StopAsked(reason="enough"))
     made = forked(store).experiment
-    assert (old.state.heard, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
-    assert (made.heard, made.stops, made.ends) == ((), {}, "")
+    assert (old.state.stop_requests, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
+    assert (made.stop_requests, made.stops, made.ends) == ((), {}, "")
 
 
 def test_a_pinned_checkpoint_is_pinned_in_the_fork_and_claims_of_others_are_the_origins() -> None:
@@ -161,7 +161,7 @@ def test_what_is_something_already_does_not_become_a_fork() -> None:
     origin = past_of(store, "old", 2, side_by_side=map).origin
     for state in (old.state, forked(store).experiment):
         with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
-            after_event(state, ForkBegun(origin=origin), state.number + 1)
+            after_event(state, Forked(origin=origin), state.number + 1)
 
 
 def test_a_fork_can_be_forked() -> None:

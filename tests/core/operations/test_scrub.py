@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_first, best_of, shown_settings
 from prefect_tune.core.journal.journal import append, load
 from prefect_tune.core.journal.tolerant_read import Unreadable
-from prefect_tune.core.journal_events.experiment_events import Finished, RemovalBegun, Retired
+from prefect_tune.core.journal_events.experiment_events import Deletion, Finished, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import (
     EVERYTHING,
@@ -149,7 +149,7 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> No
 
 def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) -> None:
     (oldest, *_) = keys(trained)
-    trained.append([RemovalBegun()])
+    trained.append([Deletion()])
     trained.store.delete([oldest.manifest_path])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
     assert inspect(trained.store, trained.experiment, EVERYTHING, ScrubLimits(), side_by_side=map).live == ()
@@ -291,7 +291,7 @@ def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_
     state = load(store, "e", side_by_side=map)
     damage_journal(store, "g")
     if removed == "begun":
-        append(store, state, [RemovalBegun()], Stamp(write_id="r", at=""))
+        append(store, state, [Deletion()], Stamp(write_id="r", at=""))
     else:
         del store.objects[JournalKey(experiment="e").entry_path(1)]
         for path in [path for path in store.objects if path.startswith("e/segments/")]:

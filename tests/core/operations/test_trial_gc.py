@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Requeued,
     Retired,
 )
-from prefect_tune.core.messages.process_messages import GoOn
+from prefect_tune.core.messages.process_messages import Proceed
 from prefect_tune.core.messages.trial_replies import answer
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
@@ -103,7 +103,7 @@ def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
 def given_up_only_there(scene: Scene) -> Trial:
     """The trial in the experiment's journal: errored, with all entries of its own journal absorbed."""
     of = scene.members["s"]
-    update = {"apart": True, "phase": Phase.ERRORED, "absorbed": of.experiment.number}
+    update = {"own_journal": True, "phase": Phase.ERRORED, "absorbed": of.experiment.number}
     return of.trial.model_copy(update=update)
 
 
@@ -319,7 +319,7 @@ def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> No
     member = reopened(scene)
     assert member.trial.checkpoints == ()
     assert member.trial.lost_checkpoints == 1
-    assert [each.reason for each in member.trial.aside] == ["doubted"]
+    assert [each.reason for each in member.trial.quarantined_checkpoints] == ["doubted"]
     assert blobs <= set(scene.store.objects)
     assert reused_from(member.trial) > member.trial.collected_up_to
 
@@ -330,7 +330,7 @@ def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
     doubts(scene, scene.store)
     member = reopened(scene)
     member.save_and_clear_all()
-    assert member.trial.aside == ()
+    assert member.trial.quarantined_checkpoints == ()
     assert scene.store.size(bad.manifest_path) is None
 
 
@@ -404,7 +404,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
 def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(
         monkeypatch,
-        checkpoint_gc._aside,
+        checkpoint_gc._quarantined_blobs,
         {"return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()": "return frozenset()"},
     )
     with pytest.raises(CheckpointCorrupt):
@@ -412,7 +412,7 @@ def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: 
 
 
 def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, trial_transitions._started, {"(*trial.checkpoints, *unheard)": "trial.checkpoints"})
+    break_lines(monkeypatch, trial_transitions._started, {"(*trial.checkpoints, *unknown)": "trial.checkpoints"})
     with pytest.raises(JournalCorrupt, match="cannot start"):
         test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
 
@@ -444,7 +444,7 @@ def answered(scene: Scene, *attempts: int) -> None:
     key = scene.members["s"].key
     for attempt in attempts:
         for step in (0, 3):
-            answer(scene.store, key, attempt, step, GoOn(milestone=4))
+            answer(scene.store, key, attempt, step, Proceed(milestone=4))
     scene.store.objects[f"{key.answers}/README"] = b"foreign"
     scene.store.objects[f"{key.answers}/1-3.json"] = b"foreign, too"
 

@@ -57,7 +57,7 @@ class Family(RuleBasedStateMachine):
         for member in self.members.values():
             member.open()
         found = take_over(self.wire, "e", OWNER, self.chronicle.stamp(), side_by_side=map)
-        added = [TrialAdded(trial=name, config={"width": 3}, apart=True) for name in NAMES]
+        added = [TrialAdded(trial=name, config={"width": 3}, own_journal=True) for name in NAMES]
         self.search = append(self.wire, found, added, self.chronicle.stamp())
 
     def teardown(self) -> None:
@@ -211,8 +211,8 @@ class Family(RuleBasedStateMachine):
     def _same_as_its_own(self, name: str) -> None:
         journaled = load(self.wire, own("e", name), side_by_side=map).trial(name)
         kept = self.search.trial(name)
-        apart = {"apart", "absorbed", "past", "collected_up_to", "config", "proposed"}
-        assert kept.model_dump(exclude=apart) == journaled.model_dump(exclude=apart)
+        unlike = {"own_journal", "absorbed", "past", "collected_up_to", "config", "proposed"}
+        assert kept.model_dump(exclude=unlike) == journaled.model_dump(exclude=unlike)
         assert kept.phase.value == self.status[name]
 
     @precondition(lambda self: len(self.forks) < 2)

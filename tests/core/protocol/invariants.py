@@ -81,9 +81,9 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
 
 
 def _epochs(entries: Sequence[Entry]) -> Iterator[str]:
-    opened = [entry.epoch for entry in entries if any(isinstance(event, Opened) for event in entry.events)]
-    if opened != list(range(1, len(opened) + 1)) or [e.epoch for e in entries] != sorted(e.epoch for e in entries):
-        yield f"I5: epochs {[entry.epoch for entry in entries]}, opened {opened}"
+    opened = [entry.term for entry in entries if any(isinstance(event, Opened) for event in entry.events)]
+    if opened != list(range(1, len(opened) + 1)) or [e.term for e in entries] != sorted(e.term for e in entries):
+        yield f"I5: terms {[entry.term for entry in entries]}, opened {opened}"
 
 
 def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -
 
 def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     """Return the objects that no live checkpoint needs and that no search for leftovers or orphans finds."""
-    known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
+    known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
     live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
     manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}

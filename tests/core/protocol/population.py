@@ -10,7 +10,7 @@ from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     Status,
@@ -197,7 +197,7 @@ class Member:
         retried(lambda: self._commit(key, files, about))
         new = CheckpointRef(step=step, sequence=key.sequence, trained_seconds=float(step))
         live = (*self.trial.checkpoints, new)
-        aside = retired_aside(self.trial.aside, live, self.retention)
+        aside = retired_quarantined(self.trial.quarantined_checkpoints, live, self.retention)
         going = (*retired(live, self.retention), *(each.sequence for each in aside))
         report = StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
         committed = Committed(trial=self.name, checkpoint=new, retires=going)
@@ -210,7 +210,7 @@ class Member:
         stamp = self.chronicle.stamp()
         return About(
             attempt=self.trial.attempt,
-            epoch=self.experiment.epoch,
+            term=self.experiment.term,
             write_id=stamp.write_id,
             created_at=stamp.at,
             metrics={"step": step},
@@ -268,7 +268,7 @@ def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Tri
 def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
     """With a retention of one, a checkpoint as new as the newest acknowledged one always exists."""
     newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
-    known = (*state.checkpoints, *(each.checkpoint for each in state.aside))
+    known = (*state.checkpoints, *(each.checkpoint for each in state.quarantined_checkpoints))
     if newest and not any(each.sequence >= newest for each in known):
         yield f"I1: {trial.folder}: {newest} was acknowledged, and there is {state.checkpoints}"
 
@@ -314,7 +314,7 @@ def _after_everybody_returned(
 def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
     """Unreachable objects are found as leftovers or as orphans."""
     trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
-    known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
+    known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
     refs = {(each.step, each.sequence) for each in known} | {(each.step, each.sequence) for each in trial.claims}
     keys = [CheckpointKey(trial=key, step=step, sequence=sequence) for step, sequence in refs]
     needed = {each.manifest_path for each in keys} | {

@@ -28,9 +28,12 @@ from prefect_tune.core.experiment import trial_transitions as trials
 from prefect_tune.core.journal_events.experiment_events import (
     AttemptEnded,
     Cause,
+    Forked,
+    ForkedTrial,
     OneTrialsEvent,
     Pinned,
     Retired,
+    Writer,
 )
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -342,22 +345,27 @@ DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTrialsEvent]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]]:
     """The transitions of trials in the test."""
-    found = set()
+    found: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]] = set()
 
-    def watched(trial: trials.Trial, event: OneTrialsEvent, number: int) -> trials.Trial:
-        then = trials.after(trial, event, number)
+    def watched(trial: trials.Trial, event: OneTrialsEvent, number: int, writer: Writer) -> trials.Trial:
+        then = trials.after(trial, event, number, writer)
         found.add((trial.phase, type(event)))
         return then
 
+    def forked(trial: trials.Trial, fork: ForkedTrial) -> trials.Trial:
+        found.add((trial.phase, Forked))
+        return trials.with_fork(trial, fork)
+
     monkeypatch.setattr(folding, "after", watched)
+    monkeypatch.setattr(folding, "with_fork", forked)
     return found
 
 
 @pytest.mark.timeout(900)
 def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
-    seen: set[tuple[trials.Phase, type[OneTrialsEvent]]], record_property: Callable[[str, object], None]
+    seen: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]], record_property: Callable[[str, object], None]
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))

@@ -203,7 +203,7 @@ MUTANTS = {
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
-    "no epoch check": Mutant(
+    "no term check": Mutant(
         meeting_owners,
         {
             journal._after_guest: {

@@ -13,7 +13,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cause,
     CheckpointRef,
     Committed,
-    Described,
+    Configured,
     Event,
     Finished,
     GaveUp,
@@ -63,7 +63,7 @@ def write_search(
     make_root(root)
     store = PosixStore(root)
     state = take_over(store, name, Owner(name="a test", host="here", pid=1), next(_STAMPS), side_by_side=map)
-    state = _write(store, state, Described(settings=settings))
+    state = _write(store, state, Configured(settings=settings))
     for trial, loss in losses.items():
         state = _write(store, state, TrialAdded(trial=trial, config={"rate": loss}))
         state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))

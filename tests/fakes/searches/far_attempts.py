@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
@@ -39,7 +39,7 @@ _REQUEST = timedelta(seconds=9)
 
 def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
     key = TrialKey(experiment="e", trial=trial)
-    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
+    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, own_journal=True)
 
 
 class FarMachines:
@@ -78,14 +78,14 @@ class FarMachines:
 class FarAttempt:
     """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
 
-    def __init__(self, target: StorageTarget, trial: str = "00000", *, search_epoch: int = 0) -> None:
+    def __init__(self, target: StorageTarget, trial: str = "00000", *, search_term: int = 0) -> None:
         self._target = target
         self._key = TrialKey(experiment="e", trial=trial)
 
         def first(found: Experiment) -> Sequence[Event]:
             return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
 
-        opening = Opening(current_owner(search_epoch=search_epoch), new_write_id(), first)
+        opening = Opening(current_owner(search_term=search_term), new_write_id(), first)
         opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
         self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
 
@@ -119,7 +119,7 @@ class FarAttempt:
     def writes(self, *events: Event) -> None:
         self._journal_writer.write(events)
 
-    def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
+    def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> Proceed | Leave | StopAndSave | None:
         """Return the answer of the search to the trial at a step, or the one written without a question."""
         with self._target.open(timeout=_REQUEST) as store:
             return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)

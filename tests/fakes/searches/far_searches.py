@@ -83,8 +83,8 @@ class FarSearch:
 
     def stop(self, trial: str | None = None) -> None:
         """Ask for a stop, from outside."""
-        epoch = self._journal_writer.experiment.epoch
-        self._asked.append(StopRequest(write_id="w", at="now", reason="enough", epoch=epoch, trial=trial))
+        term = self._journal_writer.experiment.term
+        self._asked.append(StopRequest(write_id="w", at="now", reason="enough", term=term, trial=trial))
 
     # ----------------------------------------------------------------------------- requests of the driver
 

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
@@ -58,7 +58,7 @@ class InstantExecutor:
         self._inbox.extend(simulated.begin(attempt))
         self._train(simulated, request.milestone, saves=request.saves_first)
 
-    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
         del step
         simulated = self._trials[trial]
         if isinstance(said, Leave):
@@ -128,7 +128,7 @@ class _Attempt:
 
     def leave(self, said: Leave) -> Iterator[Message]:
         saves = [self._committed()] if said.save and not self.saves_first else []
-        end: Event = Finished(trial=self.trial, reason=said.reason, left=True)
+        end: Event = Finished(trial=self.trial, reason=said.reason, ended_early=True)
         if not said.for_good:
             end = Paused(trial=self.trial, reason=said.reason)
         yield self._wrote(*saves, end)

@@ -17,8 +17,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
     Cloned,
     Committed,
+    Configured,
     Decided,
-    Described,
     Event,
     Finished,
     GaveUp,
@@ -55,7 +55,7 @@ class JournalBuilder:
         self.history = ExperimentHistory(self.metrics)
         self.opens()
         if self.settings:
-            self.record(Described(settings=self.settings))
+            self.record(Configured(settings=self.settings))
 
     def record(self, *events: Event, after: float = 0.0) -> None:
         self.now += timedelta(seconds=after)
@@ -65,8 +65,8 @@ class JournalBuilder:
             self.history.add_event(event, self.now)
 
     def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
-        owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.epoch + 1}")
-        self.record(Opened(experiment=self.name, epoch=self.state.epoch + 1, owner=owner), after=after)
+        owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
+        self.record(Opened(experiment=self.name, term=self.state.term + 1, owner=owner), after=after)
 
     def adds(self, trial: str, config: Mapping[str, object]) -> None:
         self.record(TrialAdded(trial=trial, config=config))
@@ -139,7 +139,7 @@ def _asha_trial(
             search.starts(trial)
             step = search.state.trial(trial).checkpoints[-1].step
         if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
-            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", left=True))
+            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", ended_early=True))
             return
     search.record(Finished(trial=trial, reason=f"step {steps} of {steps}"))
 
@@ -239,7 +239,7 @@ def all_statuses() -> JournalBuilder:
             search.trains(name, 3, {"loss": len(name) / 10})
     search.record(Finished(trial="completed", reason="enough"))
     search.decides("pruned", Stop(reason="rung 3"))
-    search.record(Finished(trial="pruned", reason="rung 3", left=True))
+    search.record(Finished(trial="pruned", reason="rung 3", ended_early=True))
     search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, message="stopped"))
     search.record(GaveUp(trial="errored", cause=Cause.USER, message="no"))
     search.record(Paused(trial="paused", reason="rung 3"))

@@ -64,7 +64,7 @@ def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
         pt.maintain(str(target), verify="all")
     report = found.value.report
     assert isinstance(report, MaintenanceReport)
-    assert [(each.step, each.is_aside) for each in report.damaged] == [(4, True)]
+    assert [(each.step, each.is_quarantined) for each in report.damaged] == [(4, True)]
     assert (report.experiments[0].live_count, report.verified_count) == (6, 6)
     assert live(target) == [1, 2, 3, 5, 6]
 
@@ -375,8 +375,8 @@ def _task_runs(flow_run: UUID) -> set[str]:
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
-    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_aside=True)
-    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_aside=False)
+    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_quarantined=True)
+    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_quarantined=False)
     left = (NotLookedAt("e", "garbage", "time"),) * 120
     page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=(bad, journal)),), left, dry_run=True))
     assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not checked")

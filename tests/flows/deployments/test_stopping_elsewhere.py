@@ -51,7 +51,7 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     )
     until(lambda: len({each.pid for each in acts_of(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
     stopped = stop("e", target=local_target, trial="00000", wait_seconds=120)
-    assert (stopped.status, stopped.experiment.trial("00000").left) == ("stopped", True), stopped.message
+    assert (stopped.status, stopped.experiment.trial("00000").ended_early) == ("stopped", True), stopped.message
     driver.kill()
     alone = stop("e", target=local_target, wait_seconds=20)
     assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message

@@ -73,7 +73,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = JournalKey(experiment=NAME, trial="00000")
-    added = TrialAdded(trial="00000", config={}, apart=True)
+    added = TrialAdded(trial="00000", config={}, own_journal=True)
     search = open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
     write_directly(local_target, search, [added])
     began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]

@@ -133,7 +133,7 @@ def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
 
 
 def _about() -> About:
-    return About(attempt=1, epoch=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
+    return About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
 
 
 class _Pretender:

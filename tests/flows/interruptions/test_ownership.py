@@ -128,7 +128,7 @@ def _woken_owner_is_harmless(contest: _Contest, frozen: str, wakes: str, chance:
         contest.until_saved(2)
     else:
         contest.require_identical_end(owner.wait())
-    epochs_before = {entry.number: entry.epoch for entry in entries_at(contest.target, _NAME)}
+    epochs_before = {entry.number: entry.term for entry in entries_at(contest.target, _NAME)}
     _thaw(*pids)
     ended = zombie.wait()
     contest.gate.touch()
@@ -141,9 +141,9 @@ def _woken_owner_is_harmless(contest: _Contest, frozen: str, wakes: str, chance:
 
 
 def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[int, int]) -> None:
-    after = {entry.number: entry.epoch for entry in entries_at(target, _NAME)}
+    after = {entry.number: entry.term for entry in entries_at(target, _NAME)}
     assert {number: after[number] for number in before} == before
-    assert all(epoch == max(before.values()) for number, epoch in after.items() if number not in before)
+    assert all(term == max(before.values()) for number, term in after.items() if number not in before)
 
 
 def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:

@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events.experiment_events import Event
-from prefect_tune.core.notifications.prefect_events import VERSION, ExperimentEvent, event_name
+from prefect_tune.core.notifications.prefect_events import VERSION, ExperimentEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 
@@ -21,7 +21,9 @@ Events = Sequence[dict[str, Any]]
 ENDED = "prefect-tune.experiment.ended"
 MADE = "prefect.asset.materialization.succeeded"
 NAMED: Mapping[str, Any] = {kind.name: kind for kind in ExperimentEvent.__subclasses__()}
-JOURNALED: Mapping[str, Any] = {event_name(kind): kind for kind in get_args(get_args(Event)[0])}
+JOURNALED: Mapping[str, Any] = {
+    f"prefect-tune.{kind.model_fields['type'].default}": kind for kind in get_args(get_args(Event)[0])
+}
 
 
 def names(events: Events) -> Counter[str]:

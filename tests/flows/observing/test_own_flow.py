@@ -46,7 +46,7 @@ def test_a_retry_of_the_flow_run_is_a_new_owner_and_continues(place: dict[str, A
     mine()
     state = state_at(place)
     assert trained == [1, 2, 3]
-    assert (state.epoch, state.trial("trial").attempt, state.trial("trial").step) == (2, 2, 3)
+    assert (state.term, state.trial("trial").attempt, state.trial("trial").step) == (2, 2, 3)
     assert state.owner is not None
     assert state.owner.attempt == 2
 
@@ -71,7 +71,7 @@ def test_a_run_that_another_run_has_superseded_is_refused(place: dict[str, Any],
     first()
     state = state_at(place)
     assert str(state.owner) in str(refused[0])
-    assert (state.epoch, [each.step for each in state.trial("trial").checkpoints]) == (2, [1, 2])
+    assert (state.term, [each.step for each in state.trial("trial").checkpoints]) == (2, [1, 2])
 
 
 def test_tasks_can_be_mapped_submitted_and_have_their_results_stored(place: dict[str, Any], tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_tasks_can_be_mapped_submitted_and_have_their_results_stored(place: dict
     saved, ended = mine()
     assert [(each.trial, each.step) for each in saved] == [("a", 1), ("b", 1)]
     assert {name: str(each.status) for name, each in ended.trials.items()} == {"a": "completed", "b": "running"}
-    assert state_at(place).epoch == 1
+    assert state_at(place).term == 1

@@ -19,7 +19,7 @@ from prefect.states import Cancelled
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal_events.experiment_events import Questioned
+from prefect_tune.core.journal_events.experiment_events import Question
 from prefect_tune.suspension import resume_forms
 from prefect_tune.suspension.suspend_loop import asked_in_terminal
 from tests.flows.driver import Drivers, until
@@ -129,10 +129,10 @@ def test_what_is_typed_is_asked_for_again_until_it_can_be_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
-    question = Questioned(trial="00003", key="k", question="Loss is flat; continue?", fields=fields)
+    question = Question(key="k", question="Loss is flat; continue?", fields=fields)
     typed = ["perhaps", "n", "many", "4", "", "since", "soon", "fast"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
-    answer = asked_in_terminal(question)
+    answer = asked_in_terminal("00003", question)
     assert answer == {"go_on": False, "count": 4, "rate": 0.5, "why": "since", "how": "fast"}
     said = capsys.readouterr().out
     assert "Trial 00003 asks: Loss is flat; continue?" in said

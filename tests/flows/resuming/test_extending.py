@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Described
+from prefect_tune.core.journal_events.experiment_events import Configured
 from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.search_limits import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
@@ -34,13 +34,13 @@ def planned(**options: Any) -> SearchPlan:
 
 def begun(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
-    return after(nothing_yet("nightly"), [Described(settings=planned(**options).settings)])
+    return after(nothing_yet("nightly"), [Configured(settings=planned(**options).settings)])
 
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment by its journal after a run with this id has opened it."""
     now, added = extended(planned(**options), state, lambda: number)
-    return after(state, [Described(settings=now.settings), *added])
+    return after(state, [Configured(settings=now.settings, extensions=added)])
 
 
 def _unexpected() -> str:
@@ -98,7 +98,7 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
-    state = after(nothing_yet("grid"), [Described(settings=written)])
+    state = after(nothing_yet("grid"), [Configured(settings=written)])
     resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
@@ -109,7 +109,7 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
-    old = after(nothing_yet("grid"), [Described(settings=planned(**GRID).settings)])
+    old = after(nothing_yet("grid"), [Configured(settings=planned(**GRID).settings)])
     for state in (nothing_yet("grid"), old):
         assert samples_of(state, **GRID, **options) == 12
 
@@ -124,12 +124,12 @@ def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet("nightly"), "a", samples_per_run=5)
     same, added = extended(planned(num_samples=3), state, _unexpected)
-    assert (same.num_samples, added) == (3, ())
+    assert (same.num_samples, added) == (3, {})
 
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
-    state = after(nothing_yet("nightly"), [Described(settings=before)])
+    state = after(nothing_yet("nightly"), [Configured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
         extended(planned(samples_per_run=5), state, lambda: "a")
 

@@ -11,13 +11,13 @@ from prefect.exceptions import Pause
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
+from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events.experiment_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up
-from prefect_tune.suspension.resume_forms import HOW_TO_GO_ON, form_of_training, last_form
+from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, form_of_training, last_form
 from prefect_tune.suspension.suspend_loop import Turn, first_turn
 from prefect_tune.tasks.experiment_state import restore_experiment_state
 from tests.flows.interruptions.trouble import Trouble
@@ -64,7 +64,7 @@ _DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGE)
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
-    left_run.ask(form_of_training(Standing(checkpoints=(5, 10, 15)), "How?"), HOW_TO_GO_ON)
+    left_run.ask(form_of_training(ResumeLimits(checkpoints=(5, 10, 15)), "How?"), HOW_TO_CONTINUE)
     left_run.resume(_BACK)
     _DAMAGE[damage](trained.target)
     before = experiment_at(trained.target, "troubled")

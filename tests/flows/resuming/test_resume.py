@@ -14,7 +14,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Decided, Described
+from prefect_tune.core.journal_events.experiment_events import Configured, Decided
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.maintenance.delete_experiment import delete_experiment
 from prefect_tune.parameters.argument_checks import code_of
@@ -99,7 +99,7 @@ def test_a_fork_with_nothing_changed_ends_as_its_origin_did(search: Any, local_t
 def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
     old = searched(local_target, search=TPE, scheduler=ASHA, stop={"step": 9}, num_samples=6)
     described = next(
-        entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], Described)
+        entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], Configured)
     )
     for number in range(described, old.experiment.number + 1):
         new = pt.resume("old", target=local_target, fork=f"new-{number}", at=number)
@@ -175,7 +175,7 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
 ) -> None:
     searched(local_target, num_samples=1)
     entry = Path(local_target.path, "old/journal/0000000003.json")
-    entry.write_bytes(entry.read_bytes().replace(b'"epoch":1', b'"epoch":2'))
+    entry.write_bytes(entry.read_bytes().replace(b'"term":1', b'"term":2'))
     shutil.rmtree(Path(local_target.path, "old/segments"), ignore_errors=True)
     before = objects(local_target, "old")
     with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
@@ -231,8 +231,8 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     whole = searched(local_target, "whole", **warm)
     assert len(whole.trials) == 6
     folders = [f"{local_target.uri}/first", f"{elsewhere.uri}/second", f"{local_target.uri}/copy"]
-    assert list(whole.experiment.teachers) == folders
-    assert sorted(whole.experiment.learned) == sorted(["first", "copy", f"{elsewhere.path}/second"])
+    assert list(whole.experiment.warm_start_places) == folders
+    assert sorted(whole.experiment.warm_starts) == sorted(["first", "copy", f"{elsewhere.path}/second"])
     cut = searched(local_target, "cut", **{**warm, "search": {"OptunaSearch": {"num_samples": 2}}})
     for name in ("first", "copy"):
         shutil.rmtree(Path(local_target.path, name))

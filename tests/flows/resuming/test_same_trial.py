@@ -71,7 +71,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: Tria
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
-    done = Trial(trial="trial", config={}, status=Phase.FINISHED, step=7, metrics={"done": True})
+    done = Trial(trial="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
     assert has_had_enough(spec, done, stopper)
 
 

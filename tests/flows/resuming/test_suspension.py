@@ -109,7 +109,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     assert (trial.step, trial.metrics["state"]) == (30, undisturbed(30).state[30])
     found = experiment_at(search.target, "search")
     assert [(each.status, each.step) for each in found.trials.values()] == [(Status.COMPLETED, 16)] * 3
-    assert (found.settings["num_samples"], found.epoch) == (3, 2)
+    assert (found.settings["num_samples"], found.term) == (3, 2)
 
     assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
     assert trial_at(asking.target, "asking").metrics["count"] == 3 + 3 * 10

@@ -51,20 +51,20 @@ class _Training:
             checkpoint={"every_steps": _INTERVAL},
         )
 
-    def epoch(self) -> int:
-        return experiment_at(self.target, self.name).epoch
+    def term(self) -> int:
+        return experiment_at(self.target, self.name).term
 
     def committed(self) -> Sequence[int]:
-        """The steps committed in the present epoch."""
+        """The steps committed in the present term."""
         entries = entries_at(self.target, self.name)
-        epoch = entries[-1].epoch if entries else 0
-        told_of = (event for entry in entries if entry.epoch == epoch for event in entry.events)
-        return [event.checkpoint.step for event in told_of if isinstance(event, Committed)]
+        term = entries[-1].term if entries else 0
+        events_of_run = (event for entry in entries if entry.term == term for event in entry.events)
+        return [event.checkpoint.step for event in events_of_run if isinstance(event, Committed)]
 
-    def until_committed(self, epoch: int, times: int = 1) -> None:
+    def until_committed(self, term: int, times: int = 1) -> None:
         eventually(
-            f"{times} commits of epoch {epoch}\n{self.ui.log(self.run)}",
-            lambda: self.epoch() >= epoch and len(self.committed()) >= times,
+            f"{times} commits of term {term}\n{self.ui.log(self.run)}",
+            lambda: self.term() >= term and len(self.committed()) >= times,
         )
 
     def kill(self) -> None:
@@ -89,13 +89,13 @@ def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_s
     ui: Ui, tmp_path: Path
 ) -> None:
     training = _Training(ui, tmp_path, "retried")
-    training.until_committed(epoch=1)
+    training.until_committed(term=1)
     training.kill()
     eventually("the crash is known", lambda: ui.state(training.run).is_crashed())
     ui.retry(training.run)
-    training.until_committed(epoch=2)
+    training.until_committed(term=2)
     ui.retry(training.run, _AUTOMATION)  # a false alarm
-    eventually("the next owner", lambda: training.epoch() == 3)
+    eventually("the next owner", lambda: training.term() == 3)
     training.gate.touch()
     assert ui.until_final(training.run).is_completed(), ui.log(training.run)
     training.require_identical_end()
@@ -114,7 +114,7 @@ def _opens(entry: Any) -> bool:
 
 def test_a_cancelled_run_says_what_is_resumable(ui: Ui, tmp_path: Path) -> None:
     training = _Training(ui, tmp_path, "cancelled")
-    training.until_committed(epoch=1)
+    training.until_committed(term=1)
     ui.cancel(training.run)
     assert ui.until_final(training.run).is_cancelled(), ui.log(training.run)
     eventually("the log", lambda: "resumable at step" in ui.log(training.run), timedelta(seconds=30))
@@ -125,21 +125,21 @@ def test_a_cancelled_run_says_what_is_resumable(ui: Ui, tmp_path: Path) -> None:
 def test_an_automation_brings_a_killed_run_back_until_nothing_comes_of_it(ui: Ui, tmp_path: Path) -> None:
     with ui.restarting_crashed(within=timedelta(seconds=30)):
         training = _Training(ui, tmp_path, "brought-back")
-        training.until_committed(epoch=1)
+        training.until_committed(term=1)
         training.kill()
-        training.until_committed(epoch=2)
+        training.until_committed(term=2)
         training.gate.touch()
         assert ui.until_final(training.run).is_completed()
         training.require_identical_end()
         training.require_no_committed_step_again()
 
         hopeless = _Training(ui, tmp_path, "hopeless", step_seconds=1000)
-        for epoch in range(1, 7):
-            eventually("the next start", lambda: hopeless.epoch() == epoch, timedelta(seconds=200))  # noqa: B023  called here
+        for term in range(1, 7):
+            eventually("the next start", lambda: hopeless.term() == term, timedelta(seconds=200))  # noqa: B023  called here
             hopeless.kill()
         eventually("the cap", lambda: ui.state(hopeless.run).is_failed(), timedelta(seconds=200))
         assert "restarted 5 times in a row" in str(ui.state(hopeless.run).message)
         ui.retry(hopeless.run)
-        eventually("a person's retry", lambda: hopeless.epoch() == 7, timedelta(seconds=200))
+        eventually("a person's retry", lambda: hopeless.term() == 7, timedelta(seconds=200))
         ui.cancel(hopeless.run)
         ui.until_final(hopeless.run)

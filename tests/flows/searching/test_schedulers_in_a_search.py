@@ -51,7 +51,7 @@ def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
     own = JournalKey(experiment=NAME, trial="00000")
     open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
     search = open_journal(target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
-    return write_directly(target, search, [added.model_copy(update={"apart": True})])
+    return write_directly(target, search, [added.model_copy(update={"own_journal": True})])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)

@@ -92,17 +92,17 @@ def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_af
 def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the_scheduler() -> None:
     stop, pause = Stop(reason="too bad"), Pause(reason="waits")
     ended = {
-        "stopped": [decided(stop), Finished(trial="t", reason="too bad", left=True)],
+        "stopped": [decided(stop), Finished(trial="t", reason="too bad", ended_early=True)],
         "stopped while it waits": [
             decided(pause),
             Paused(trial="t", reason=""),
-            Finished(trial="t", reason="", left=True),
+            Finished(trial="t", reason="", ended_early=True),
         ],
-        "trained all": [decided(Stop(reason="", early=False)), Finished(trial="t", reason="", left=True)],
+        "trained all": [decided(Stop(reason="", early=False)), Finished(trial="t", reason="", ended_early=True)],
         "its own stopper": [decided(stop), Finished(trial="t", reason="step 3 of 3")],
-        "asked": [decided(pause), StopAsked(trial="t", reason=""), Finished(trial="t", reason="", left=True)],
+        "asked": [decided(pause), StopAsked(trial="t", reason=""), Finished(trial="t", reason="", ended_early=True)],
         "errored": [decided(pause), Paused(trial="t", reason=""), GaveUp(trial="t", cause=Cause.USER, message="")],
-        "continued": [decided(Continue()), Finished(trial="t", reason="", left=True)],
+        "continued": [decided(Continue()), Finished(trial="t", reason="", ended_early=True)],
     }
     assert {name for name, events in ended.items() if after(*events)} == {"stopped", "stopped while it waits"}
 

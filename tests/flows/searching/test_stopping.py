@@ -88,7 +88,12 @@ def saved_step(results: pt.Results, trial: str) -> int:
 def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
-    assert (outcome.status, stopped.status, stopped.attempt, stopped.left) == ("stopped", Status.INTERRUPTED, 1, True)
+    assert (outcome.status, stopped.status, stopped.attempt, stopped.ended_early) == (
+        "stopped",
+        Status.INTERRUPTED,
+        1,
+        True,
+    )
     assert stopped.reason.endswith(": bad curve")
     assert 0 < stopped.step == saved_step(results, "00000") < 20
     assert (other.status, other.step) == (Status.COMPLETED, 20)
@@ -123,10 +128,10 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert "a run that begins later is not stopped by this" in whole.message
     results = slow.search(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
-    assert (stopped.status, stopped.left) == (Status.INTERRUPTED, True)
+    assert (stopped.status, stopped.ended_early) == (Status.INTERRUPTED, True)
     assert stopped.step < 27  # the smallest budget may allow it a step
-    assert (other.status, other.left, other.step) == (Status.COMPLETED, False, 27)
-    assert (len(results.experiment.heard), results.experiment.ends) == (2, "")
+    assert (other.status, other.ended_early, other.step) == (Status.COMPLETED, False, 27)
+    assert (len(results.experiment.stop_requests), results.experiment.ends) == (2, "")
 
 
 def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
@@ -148,11 +153,11 @@ def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow:
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
         store.create("e/requests/0000000001.json", b"junk")
         state = experiment_at(slow.target, "e")
-        request = StopRequest(write_id="w", at="now", reason="stop", epoch=state.epoch + 1, trial="unknown")
+        request = StopRequest(write_id="w", at="now", reason="stop", term=state.term + 1, trial="unknown")
         assert ask(store, state, request) == 2
     results = slow.search(step_seconds=0, stop={"step": 2})
     assert [each.step for each in results.trials.values()] == [2, 2]
-    assert results.experiment.heard == ("unreadable-1", "w")
+    assert results.experiment.stop_requests == ("unreadable-1", "w")
 
 
 @pytest.mark.parametrize(

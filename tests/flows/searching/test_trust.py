@@ -25,7 +25,7 @@ from prefect_tune.core.settings_signature import signed
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.flows.resume import resume
 from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
-from prefect_tune.tuner.warm_start import new_lessons
+from prefect_tune.tuner.warm_start import new_warm_starts
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
 from tests.trainables.moody import train
@@ -189,14 +189,14 @@ def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untr
 def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(untrusted: Untrusted) -> None:
     untrusted.forge("warm start")
     (place,) = ROADS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
-    known = Experiment(key=JournalKey(experiment="e"), learned={place: 1})
-    assert not new_lessons([place], untrusted.target, "e", known)
+    known = Experiment(key=JournalKey(experiment="e"), warm_starts={place: 1})
+    assert not new_warm_starts([place], untrusted.target, "e", known)
     require_untouched(untrusted)
 
 
 def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(untrusted: Untrusted) -> None:
     settings = {"trainable": TRAIN, "warm_start": [place := "s3://theirs/first"], "num_samples": 1}
-    known = Experiment(key=JournalKey(experiment="e"), settings=settings, learned={place: 1})
+    known = Experiment(key=JournalKey(experiment="e"), settings=settings, warm_starts={place: 1})
     require_trusted(untrusted.target, known, ["trainable"], ())
     with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
         require_trusted(keyed(untrusted), known, ["trainable"], ())

@@ -13,16 +13,16 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Cause, Decided, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Cause, Configured, Decided, Event, GaveUp, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.parameters.resume_compatibility import (
     CODE_TRAINS,
     KEEPS_CONFIGURATIONS,
+    log_code,
+    log_errored,
+    log_fewer_samples,
+    log_space,
     require_same,
-    say_code,
-    say_errored,
-    say_fewer_samples,
-    say_space,
 )
 from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -41,8 +41,10 @@ def planned(trainable: Any = train, **options: Any) -> SearchPlan:
 def searched(then: SearchPlan, *news: Event) -> Experiment:
     """An experiment of three trials with this plan."""
     name = then.trainable.__name__
-    added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
-    return after(nothing_yet("e"), [Described(settings=then.settings), *added, *news])
+    added = [
+        TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, own_journal=True) for n in range(3)
+    ]
+    return after(nothing_yet("e"), [Configured(settings=then.settings), *added, *news])
 
 
 def gave_up(*trials: str) -> list[Event]:
@@ -139,26 +141,26 @@ def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned(), *gave_up("00000", "00002"))
-    say_errored(state, planned(rerun_errored=True), LOG)
-    say_errored(searched(planned()), planned(), LOG)
+    log_errored(state, planned(rerun_errored=True), LOG)
+    log_errored(searched(planned()), planned(), LOG)
     assert caplog.messages == []
-    say_errored(state, planned(), LOG)
+    log_errored(state, planned(), LOG)
     assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
     assert caplog.messages[0].endswith(KEEPS_CONFIGURATIONS)
     caplog.clear()
     all_errored = searched(planned(), *gave_up("00000", "00001", "00002"))
-    say_errored(all_errored, planned(), LOG)
+    log_errored(all_errored, planned(), LOG)
     assert caplog.messages == [], "the error of the search says it"
-    say_errored(all_errored, planned(num_samples=4), LOG)
+    log_errored(all_errored, planned(num_samples=4), LOG)
     assert caplog.messages[0].startswith("3 trials that errored in an earlier run are not retried: to retry ")
 
 
 def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
     for count in (None, 3, 4):
-        say_fewer_samples(state, planned(num_samples=count), LOG)
+        log_fewer_samples(state, planned(num_samples=count), LOG)
     assert caplog.messages == []
-    say_fewer_samples(state, planned(num_samples=2), LOG)
+    log_fewer_samples(state, planned(num_samples=2), LOG)
     (said,) = caplog.messages
     assert said.startswith(
         "num_samples=2 has no effect: it is the total, which makes 2 trials, and the experiment has 3 "
@@ -167,8 +169,8 @@ def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.L
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     changed = searched(planned())
-    changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
-    say_code(changed, planned(), CODE_TRAINS, LOG)
+    changed = after(changed, [Configured(settings={**changed.settings, "code": "before"})])
+    log_code(changed, planned(), CODE_TRAINS, LOG)
     (said,) = caplog.messages
     assert said.startswith("the source of the trainable has changed since experiment 'e' last trained (before -> ")
     assert said.endswith(": steps from now on are trained by the new code; earlier reports came from the old code")
@@ -195,7 +197,7 @@ def test_changed_code_is_reported_by_the_run_that_trains_with_it(
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    say_code(searched(planned()), planned(silent), CODE_TRAINS, LOG)
+    log_code(searched(planned()), planned(silent), CODE_TRAINS, LOG)
     (said,) = caplog.messages
     assert said.startswith("the trainable has changed since experiment 'e' last trained (train ")
     assert " -> silent " in said
@@ -203,13 +205,13 @@ def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture)
 
 def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
-    say_space(state, planned(), LOG)
-    say_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
-    say_space(nothing_yet("e"), planned(), LOG)
+    log_space(state, planned(), LOG)
+    log_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
+    log_space(nothing_yet("e"), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
-    say_space(state, planned(space=other), LOG)
-    say_space(state, planned(space=other, num_samples=4), LOG)
+    log_space(state, planned(space=other), LOG)
+    log_space(state, planned(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
         f"{said}, and the search proposes 3 in all: raise num_samples to draw from the new space",
@@ -219,8 +221,8 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
 
 def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     in_code = {"x": pt.sample_from(lambda _config: 1)}
-    say_space(searched(planned(space=in_code)), planned(), LOG)
-    say_space(searched(planned()), planned(space=in_code), LOG)
+    log_space(searched(planned(space=in_code)), planned(), LOG)
+    log_space(searched(planned()), planned(space=in_code), LOG)
     assert caplog.messages == []
 
 

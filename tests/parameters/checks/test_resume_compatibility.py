@@ -9,7 +9,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import Described, Event, Owner, TrialAdded
+from prefect_tune.core.journal_events.experiment_events import Configured, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.resume_compatibility import require_search
 from tests.fakes.stores.memory_store import MemoryStore
@@ -45,4 +45,4 @@ def test_an_experiment_that_is_no_search_says_what_continues_it(state: Experimen
 
 
 def test_a_search_is_resumed_by_its_name() -> None:
-    require_search(begun(Described(settings={"metric": "loss"})), "s3://b")
+    require_search(begun(Configured(settings={"metric": "loss"})), "s3://b")

@@ -25,7 +25,7 @@ from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", trial="t")
-ABOUT = About(attempt=1, epoch=1, write_id="w", created_at="now")
+ABOUT = About(attempt=1, term=1, write_id="w", created_at="now")
 
 
 def tree(root: Path) -> Mapping[str, object]:

@@ -94,10 +94,10 @@ def test_a_quarantined_checkpoint_is_deleted_with_its_bytes_and_cannot_be_releas
         caller.save(step)
     damage(caller, 2)
     assert caller.restore() is not None
-    assert [each.checkpoint.step for each in trial_of(caller).aside] == [2]
+    assert [each.checkpoint.step for each in trial_of(caller).quarantined_checkpoints] == [2]
     assert caller.delete(2) > 0
     left = trial_of(caller)
-    assert (left.aside, left.quarantined, [each.step for each in left.checkpoints]) == ((), (), [1])
+    assert (left.quarantined_checkpoints, left.quarantined, [each.step for each in left.checkpoints]) == ((), (), [1])
     assert sum("manifest" in path for path in caller.bucket.objects) == 1
     assert caller.delete(2) == 0
     caller.begin("later").save(2, "otherwise")
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(call
     newest = caller.restore()
     assert newest is not None
     assert newest.step == 2
-    assert [each.checkpoint.step for each in trial_of(caller).aside] == [3]
+    assert [each.checkpoint.step for each in trial_of(caller).quarantined_checkpoints] == [3]
     caller.begin("a later run").save(3)  # the next save succeeds and reuses no bytes of the damaged checkpoint
     again = caller.restore()
     assert again is not None

@@ -22,7 +22,7 @@ def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_com
     spoil(caller, 2)
     with pytest.raises(TuneError):
         caller.restore(2)
-    assert [each.checkpoint.step for each in caller.state().trial("trial").aside] == [2]
+    assert [each.checkpoint.step for each in caller.state().trial("trial").quarantined_checkpoints] == [2]
     bucket, before = caller.bucket, dict(caller.bucket.objects)
     nth, left = 0, set[str]()
     while True:

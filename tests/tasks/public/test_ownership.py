@@ -29,7 +29,7 @@ def test_a_run_keeps_its_epoch_and_its_attempt(caller: Caller) -> None:
     for step in (1, 2, 3):
         caller.save(step)
     state = caller.state()
-    assert (state.epoch, state.trial("trial").attempt, state.trial("trial").status) == (1, 1, Status.RUNNING)
+    assert (state.term, state.trial("trial").attempt, state.trial("trial").status) == (1, 1, Status.RUNNING)
 
 
 @pytest.mark.parametrize(("run", "run_count"), [("first", 2), ("another", 1)], ids=["a retry", "another run"])
@@ -37,7 +37,7 @@ def test_a_later_run_takes_over_and_the_earlier_one_is_refused(caller: Caller, r
     caller.save(1)
     caller.begin(run, run_count).save(2)
     state = caller.state()
-    assert (state.epoch, state.trial("trial").attempt) == (2, 2)
+    assert (state.term, state.trial("trial").attempt) == (2, 2)
     caller.begin("first", 1)
     for act in (lambda: caller.save(3), lambda: caller.sync(status="completed"), lambda: caller.save(2)):
         with pytest.raises(
@@ -72,7 +72,7 @@ def test_restoring_takes_nothing_over(caller: Caller) -> None:
     caller.save(1)
     caller.begin("a reader").restore()
     caller.begin("first").save(2)
-    assert caller.state().epoch == 1
+    assert caller.state().term == 1
 
 
 def test_trials_of_one_run_are_saved_side_by_side(caller: Caller) -> None:
@@ -82,7 +82,7 @@ def test_trials_of_one_run_are_saved_side_by_side(caller: Caller) -> None:
         done = list(pool.map(lambda trial: caller.save_again(1, trial=trial), "abcdefgh"))
     state = caller.state()
     assert sorted(state.trials) == sorted("abcdefgh") == [each.trial for each in done]
-    assert state.epoch == 1
+    assert state.term == 1
     assert {(each.attempt, len(each.checkpoints)) for each in state.trials.values()} == {(1, 1)}
 
 
@@ -103,7 +103,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda trial: caller.save_again(1, trial=trial), "abcd"))
     state = caller.state()
-    assert (state.epoch, sorted(state.trials)) == (1, list("abcd"))
+    assert (state.term, sorted(state.trials)) == (1, list("abcd"))
     assert {(each.attempt, len(each.checkpoints)) for each in state.trials.values()} == {(1, 1)}
 
 
@@ -114,7 +114,7 @@ def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller)
     caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
     state = caller.state()
-    assert (state.epoch, state.trial("trial").attempt, state.trial("trial").step) == (1, 1, 2)
+    assert (state.term, state.trial("trial").attempt, state.trial("trial").step) == (1, 1, 2)
 
 
 def test_one_step_that_is_saved_twice_at_once_is_one_checkpoint(caller: Caller) -> None:
@@ -191,7 +191,7 @@ def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Way, monkeypa
                     continue
         caller.on(bucket)
         trial = caller.state().trial("trial")
-        assert ([each.step for each in trial.checkpoints], trial.attempt, caller.state().epoch) == ([2], 1, 1), nth
+        assert ([each.step for each in trial.checkpoints], trial.attempt, caller.state().term) == ([2], 1, 1), nth
 
 
 def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

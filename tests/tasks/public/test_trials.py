@@ -78,7 +78,7 @@ def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> No
         (trial, Status.COMPLETED, 4, 1) for trial in "abc"
     ]
     state = load(PosixStore(tmp_path / "runs"), "e", side_by_side=map)
-    assert (state.epoch, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
+    assert (state.term, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
 
 
 @pytest.mark.usefixtures("caller")
@@ -108,7 +108,7 @@ def test_a_run_that_was_superseded_trains_nothing(caller: Caller, tmp_path: Path
 
 
 def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Caller, tmp_path: Path) -> None:
-    """Both attempts run in one epoch: the attempt's number fences off the first one."""
+    """Both attempts run in one term: the attempt's number fences off the first one."""
     waits = tmp_path / "waits"
 
     def train(_config: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.journal_events.experiment_events import TrialAdded
 from prefect_tune.core.messages.stop_requests import StopRequest
-from prefect_tune.tuner.stopping import Outside, Stopping, stop
+from prefect_tune.tuner.stopping import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.limits import limits_of
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
@@ -20,9 +20,9 @@ from tests.flows.simulated_search import StoppableExecutor
 
 @pytest.mark.parametrize("trial", [None, "00000", "00001"], ids=["all", "one", "refused"])
 def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    class Asking(Outside):
+    class Asking(StopSource):
         def take(self) -> Sequence[StopRequest]:
-            return [StopRequest(write_id="w", at="", reason="enough\x1b]0;title\x07", epoch=0, trial=trial)]
+            return [StopRequest(write_id="w", at="", reason="enough\x1b]0;title\x07", term=0, trial=trial)]
 
     policy = random_policy()
     pending = pending_entry(WrittenEntries(), policy)

@@ -36,7 +36,7 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
 ) -> None:
     monkeypatch.setattr(stopping, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
     BUCKETS["away"] = bucket = AwayBucket()
-    request = StopRequest(write_id="w", at="now", reason="enough", epoch=0, trial=None)
+    request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
     ask(bucket, nothing_yet(JournalKey(experiment="e")), request)
     stop = threading.Event()
     with (

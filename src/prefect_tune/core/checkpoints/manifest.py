@@ -151,7 +151,7 @@ class About(Value):
     """The metadata of a checkpoint; every field is plain JSON."""
 
     attempt: int
-    epoch: int
+    term: int
     write_id: str
     created_at: str
     parent: str | None = None

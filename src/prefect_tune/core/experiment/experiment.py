@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias, TypeVar, assert_never
+from typing import TypeAlias, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -15,37 +15,38 @@ from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOver
 from prefect_tune.core.experiment.segment_levels import boundaries, is_boundary, level_of
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
-    Happening,
+    PastEvent,
     Phase,
     Trial,
     after,
     is_overtaken,
     with_adopted,
+    with_fork,
 )
 from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Adopted,
     Answered,
+    AttemptEnded,
     Committed,
+    Configured,
     Decided,
-    Described,
+    Deletion,
     Entry,
     Event,
-    Extended,
-    ForkBegun,
     Forked,
     ForkOrigin,
-    Learned,
+    GuestEvent,
     OneTrialsEvent,
     Opened,
     Owner,
-    Questioned,
-    RemovalBegun,
-    RemovalGivenUp,
+    Quarantined,
+    Question,
     Requeued,
     Resumed,
     StopAsked,
     TrialAdded,
+    Writer,
 )
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
@@ -174,27 +175,27 @@ class Experiment(Value):
     number: int = 0
     digest: str = ""
     """The digest of the last entry."""
-    epoch: int = 0
+    term: int = 0
     owner: Owner | None = None
     opened_at: int = 0
     """The number of the entry with which the present owner opened the experiment."""
     settled_from: int = 0
     """A manifest with a smaller sequence that no entry names was never a commit."""
     settings: Mapping[str, object] = Field(default_factory=dict)
-    """The parameters of the run that opened it last; see `Described`."""
+    """The parameters of the run that opened it last; see `Configured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """How many samples each run has added, by `Extended.run`, in the order of the runs."""
+    """How many samples each run has added, in the order of the runs; see `Configured.extensions`."""
     origin: ForkOrigin | None = None
     """The journal entry that it was forked from; None if it is no fork."""
     is_whole: bool = True
     """Whether the fork is complete; an incomplete one cannot be resumed."""
     is_removed: bool = False
     """Whether its deletion has begun."""
-    learned: Mapping[str, int] = Field(default_factory=dict)
+    warm_starts: Mapping[str, int] = Field(default_factory=dict)
     """The experiments that its search warm-starts from, each with the number of the entry that holds their trials."""
-    teachers: tuple[str, ...] = ()
+    warm_start_places: tuple[str, ...] = ()
     """The places of those experiments as events and assets name them, each once, in the order of their entries."""
-    heard: tuple[str, ...] = ()
+    stop_requests: tuple[str, ...] = ()
     """The write ids of the stop requests that the owner has journaled, in order: the first is request 1."""
     stops: Mapping[str, str] = Field(default_factory=dict)
     """Trials that are asked to stop and have not ended yet, each with the reason."""
@@ -204,12 +205,12 @@ class Experiment(Value):
     """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
     answers: tuple[Answered, ...] = ()
     """Answers of persons, oldest first."""
-    questions: Mapping[TrialId, Questioned] = Field(default_factory=dict)
+    questions: Mapping[TrialId, Question] = Field(default_factory=dict)
     """Questions of trials that are not answered yet."""
-    happened: int = 0
-    """The number of happenings that are replayed to search and scheduler; see `Trial.past`."""
-    milestones: tuple[tuple[int, Digest], ...] = ()
-    """The digests of the entries that end the segments of its history; see `spans.boundaries`."""
+    past_count: int = 0
+    """The number of events that are replayed to search and scheduler; see `Trial.past`."""
+    segment_digests: tuple[tuple[int, Digest], ...] = ()
+    """The digests of the entries that end the segments of its history; see `segment_levels.boundaries`."""
     trials: TrialMap = Field(default_factory=TrialMap.of)
     """The trials by name, in the order in which they were added."""
 
@@ -222,7 +223,7 @@ class Experiment(Value):
         """Return the event with which the present owner opened the journal."""
         if self.owner is None:
             raise IllegalTransition(f"{self.key}: no owner has opened it yet")
-        return Opened(experiment=self.key.experiment, trial=self.key.trial, epoch=self.epoch, owner=self.owner)
+        return Opened(experiment=self.key.experiment, trial=self.key.trial, term=self.term, owner=self.owner)
 
     def trial(self, trial: str) -> Trial:
         """Return the trial; KeyError where there is none."""
@@ -240,10 +241,11 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
+    _require_writer(experiment, entry)
     _require_successor(experiment, entry)
     try:
         for event in entry.events:
-            experiment = after_event(experiment, event, entry.number)
+            experiment = after_event(experiment, event, entry.number, entry.writer)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
@@ -272,10 +274,10 @@ def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
 
 
 def _at_boundary(experiment: Experiment) -> Experiment:
-    known = {**dict(experiment.milestones), experiment.number: experiment.digest}
+    known = {**dict(experiment.segment_digests), experiment.number: experiment.digest}
     return experiment.model_copy(
         update={
-            "milestones": tuple((number, known[number]) for number in boundaries(experiment.number)),
+            "segment_digests": tuple((number, known[number]) for number in boundaries(experiment.number)),
             "trials": experiment.trials.at_boundary(experiment.number),
         }
     )
@@ -283,8 +285,8 @@ def _at_boundary(experiment: Experiment) -> Experiment:
 
 def _require_successor(experiment: Experiment, entry: Entry) -> None:
     opens = bool(entry.events) and isinstance(entry.events[0], Opened)
-    expected = (experiment.number + 1, experiment.digest, experiment.epoch + opens)
-    found = (entry.number, entry.previous, entry.epoch)
+    expected = (experiment.number + 1, experiment.digest, experiment.term + opens)
+    found = (entry.number, entry.previous, entry.term)
     if found != expected:
         raise JournalCorrupt(
             f"{experiment.key}, entry {entry.number}: expected number, predecessor and term "
@@ -292,8 +294,23 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
         )
 
 
-def after_event(experiment: Experiment, event: Event, number: int) -> Experiment:
-    """Return the experiment after `event`, which is, or will be, in entry `number`.
+def _require_writer(experiment: Experiment, entry: Entry) -> None:
+    """A guest's entry holds only what a guest may write: whoever can write to the target cannot end another's trial."""
+    if entry.writer == "guest":
+        found = [each.type for each in entry.events if not isinstance(each, GuestEvent) or _blames(each)]
+        if found or not entry.events:
+            raise JournalCorrupt(
+                f"{experiment.key}, entry {entry.number}: expected events that a guest may write, found "
+                f"{', '.join(found) or 'none'}"
+            )
+
+
+def _blames(event: GuestEvent) -> bool:
+    return isinstance(event, Quarantined) and event.kills
+
+
+def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
+    """Return the experiment after `event`, which `writer` has written, or will write, to entry `number`.
 
     Raises:
         IllegalTransition: the event is impossible in this state.
@@ -303,33 +320,31 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _opened(experiment, event, number)
         case Adopted():
             return _adopted(experiment, event)
-        case Described() | Extended():
-            return _asked_for(experiment, event)
-        case ForkBegun() | Forked() | RemovalBegun() | RemovalGivenUp():
-            return _apply_fork_or_removal(experiment, event)
-        case Learned(source=source, place=place):
-            teachers = experiment.teachers if place is None else (*experiment.teachers, place)
-            update = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
-            return experiment.model_copy(update=update)
+        case Configured():
+            return _configured(experiment, event, number)
+        case Forked():
+            return _forked(experiment, event)
+        case Deletion():
+            return experiment.model_copy(update={"is_removed": not event.cancelled})
         case StopAsked():
             return _asked_to_stop(experiment, event)
-        case Answered() | Questioned():
-            return _apply_question(experiment, event)
+        case Answered():
+            return _answered(experiment, event)
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():
             return _absorbed(experiment, event)
         case _:
             trial = _known(experiment, event.trial)
-            return _noted(experiment, trial, event, after(trial, event, number))
+            return _noted(experiment, trial, event, after(trial, event, number, writer))
 
 
 def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, trial=event.trial)
-    if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
-        raise IllegalTransition(f"it opens {opens} for owner {event.epoch}")
+    if (opens, event.term) != (experiment.key, experiment.term + 1):
+        raise IllegalTransition(f"it opens {opens} for owner {event.term}")
     restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
-    opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
+    opened = {"term": event.term, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
     return experiment.model_copy(update=opened)
 
 
@@ -339,27 +354,30 @@ def _is_restart(before: Owner | None, now: Owner) -> bool:
     return again and not now.by_hand
 
 
-def _apply_question(experiment: Experiment, event: Answered | Questioned) -> Experiment:
-    """A trial's newer question replaces its older one; an answer to a question that is not open is kept too."""
-    if isinstance(event, Questioned):
-        asks = _known(experiment, event.trial).trial
-        return experiment.model_copy(update={"questions": {**experiment.questions, asks: event}})
+def _answered(experiment: Experiment, event: Answered) -> Experiment:
+    """Keep the answer, also to a question that is not open."""
     answered = (event.trial, event.key)
     open_ones = {name: each for name, each in experiment.questions.items() if (name, each.key) != answered}
     return experiment.model_copy(update={"answers": (*experiment.answers, event), "questions": open_ones})
 
 
-def _asked_for(experiment: Experiment, event: Described | Extended) -> Experiment:
-    if isinstance(event, Described):
-        return experiment.model_copy(update={"settings": event.settings})
-    if event.run in experiment.extensions:
-        raise IllegalTransition(f"run {event.run} has added its samples before")
-    return experiment.model_copy(update={"extensions": {**experiment.extensions, event.run: event.samples}})
+def _configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
+    if known := event.extensions.keys() & experiment.extensions.keys():
+        raise IllegalTransition(f"run {min(known)} has added its samples before")
+    places = (each.place for each in event.warm_starts if each.place is not None)
+    return experiment.model_copy(
+        update={
+            "settings": event.settings,
+            "extensions": {**experiment.extensions, **event.extensions},
+            "warm_starts": {**experiment.warm_starts, **{each.source: number for each in event.warm_starts}},
+            "warm_start_places": tuple(dict.fromkeys((*experiment.warm_start_places, *places))),
+        }
+    )
 
 
 def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
     if event.request is not None:
-        experiment = experiment.model_copy(update={"heard": (*experiment.heard, event.request)})
+        experiment = experiment.model_copy(update={"stop_requests": (*experiment.stop_requests, event.request)})
     if event.refused:
         return experiment
     if event.trial is None:
@@ -373,36 +391,26 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     """From this entry on, only manifests of the present owner can be commits."""
     for name in {**event.checkpoints, **event.reached}:
         trial = _known(experiment, name)
-        experiment = _with(experiment, with_adopted(trial, event, is_apart=trial.apart))
+        experiment = _with(experiment, with_adopted(trial, event, has_own_journal=trial.own_journal))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
 
 
-def _apply_fork_or_removal(
-    experiment: Experiment, event: ForkBegun | Forked | RemovalBegun | RemovalGivenUp
-) -> Experiment:
-    match event:
-        case ForkBegun(origin=origin):
-            return _begun(experiment, origin)
-        case Forked():
-            return experiment.model_copy(update={"is_whole": True})
-        case RemovalBegun() | RemovalGivenUp():
-            return experiment.model_copy(update={"is_removed": isinstance(event, RemovalBegun)})
-        case _:
-            assert_never(event)
-
-
-def _begun(experiment: Experiment, origin: ForkOrigin) -> Experiment:
-    if experiment.trials or experiment.origin is not None:
-        raise IllegalTransition(f"it cannot become a fork of {origin}: it has trials or an origin already")
-    return experiment.model_copy(update={"origin": origin, "is_whole": False})
+def _forked(experiment: Experiment, event: Forked) -> Experiment:
+    if event.trials is None:
+        if experiment.trials or experiment.origin is not None:
+            raise IllegalTransition(f"it cannot become a fork of {event.origin}: it has trials or an origin already")
+        return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
+    for name, forked in event.trials.items():
+        experiment = _with(experiment, with_fork(_known(experiment, name), forked))
+    return experiment.model_copy(update={"is_whole": True})
 
 
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
     if event.trial in experiment.trials:
         raise IllegalTransition(f"trial {event.trial!r} was added before")
-    fields = event.model_dump(include={"trial", "config", "fingerprint", "apart"})
+    fields = event.model_dump(include={"trial", "config", "fingerprint", "own_journal"})
     new = Trial.model_validate(fields)
-    return _happened(experiment, new, Happening(order=experiment.happened + 1, what="added"))
+    return _with_past(experiment, new, PastEvent(order=experiment.past_count + 1, what="added"))
 
 
 def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
@@ -415,30 +423,30 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
     for each in event.events:
         trial = experiment.trial(trial.trial)
         match each:
-            case Opened() | TrialAdded() | RemovalBegun() | RemovalGivenUp():
+            case Opened() | TrialAdded() | Deletion():
                 continue
             case Adopted():
                 experiment = _with(experiment, with_adopted(trial, each))
-            case Questioned():
-                experiment = _apply_question(experiment, each)
             case _:
-                experiment = _noted(experiment, trial, each, after(trial, each, event.number))
+                experiment = _noted(experiment, trial, each, after(trial, each, event.number, event.writer))
     return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
 
 
 def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
-    """Record what is replayed to search and scheduler when the experiment is resumed."""
-    order = experiment.happened + 1
+    """Record what is replayed to search and scheduler when the experiment is resumed, and an open question."""
+    if isinstance(event, AttemptEnded) and event.question is not None:  # in place of an older one
+        experiment = experiment.model_copy(update={"questions": {**experiment.questions, event.trial: event.question}})
+    order = experiment.past_count + 1
     match event:
         case Decided(report=report, decision=decision):
-            happening = Happening(order=order, what="decided", report=report, decision=decision)
+            past_event = PastEvent(order=order, what="decided", report=report, decision=decision)
         case Resumed():
-            happening = Happening(order=order, what="resumed")
+            past_event = PastEvent(order=order, what="resumed")
         case Requeued() if before.phase in ENDED:
-            happening = Happening(order=order, what="added")
+            past_event = PastEvent(order=order, what="added")
         case _ if now.phase in ENDED and before.phase not in ENDED:
             last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
-            happening = Happening(
+            past_event = PastEvent(
                 order=order,
                 what="ended",
                 report=last if now.step else None,
@@ -449,8 +457,8 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             return _progressed(_with(experiment, now))
         case _:
             return _with(experiment, now)
-    noted = _happened(experiment, now, happening)
-    return _progressed(noted) if happening.what in ("decided", "ended") else noted
+    noted = _with_past(experiment, now, past_event)
+    return _progressed(noted) if past_event.what in ("decided", "ended") else noted
 
 
 def _progressed(experiment: Experiment) -> Experiment:
@@ -461,14 +469,16 @@ def _is_stopped(ended: Trial) -> bool:
     """Return whether the scheduler ended the trial early, or it was ended while it was paused."""
     match ended.past[-1].decision:
         case Pause() | Stop(early=True):
-            return ended.phase is Phase.FINISHED and ended.left
+            return ended.phase is Phase.FINISHED and ended.ended_early
         case _:
             return False
 
 
-def _happened(experiment: Experiment, trial: Trial, happening: Happening) -> Experiment:
-    past = (*trial.past, happening)
-    return _with(experiment, trial.model_copy(update={"past": past})).model_copy(update={"happened": happening.order})
+def _with_past(experiment: Experiment, trial: Trial, past_event: PastEvent) -> Experiment:
+    past = (*trial.past, past_event)
+    return _with(experiment, trial.model_copy(update={"past": past})).model_copy(
+        update={"past_count": past_event.order}
+    )
 
 
 def _known(experiment: Experiment, trial: str) -> Trial:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import Value
 
-__all__ = ["ResumeChoice", "Standing", "Way", "choice_of", "ignored_numbers", "stop_extended"]
+__all__ = ["ResumeChoice", "ResumeLimits", "Way", "choice_of", "ignored_numbers", "stop_extended"]
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
@@ -29,7 +29,7 @@ class ResumeChoice(Value):
     """The step of the checkpoint to resume from."""
 
 
-class Standing(Value):
+class ResumeLimits(Value):
     """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
 
     samples: int = 0
@@ -41,7 +41,7 @@ class Standing(Value):
     """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
 
 
-def choice_of(answer: Mapping[str, object], standing: Standing) -> ResumeChoice:
+def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
     """Return the choice that a form's `answer` makes.
 
     Raises:
@@ -54,41 +54,41 @@ def choice_of(answer: Mapping[str, object], standing: Standing) -> ResumeChoice:
         raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from invalid
     match choice.way:
         case "extend":
-            _require_more(choice, standing)
+            _require_more(choice, limits)
         case "other checkpoint":
-            _require_there(choice, standing)
+            _require_there(choice, limits)
         case "continue" | "stop here":
             pass
     return choice
 
 
-def ignored_numbers(choice: ResumeChoice, standing: Standing) -> str:
+def ignored_numbers(choice: ResumeChoice, limits: ResumeLimits) -> str:
     """Return which changed numbers the chosen way does not use, such as `samples 10 (it has 8)`; empty without any."""
     if choice.way in {"extend", "stop here"}:
         return ""
-    asked, there = _limits(choice), _limits(standing)
+    asked, there = _limits(choice), _limits(limits)
     changed = [name for name, value in asked.items() if value not in {0, there[name]}]
     return ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in changed)
 
 
-def _limits(numbers: ResumeChoice | Standing) -> Mapping[str, float]:
+def _limits(numbers: ResumeChoice | ResumeLimits) -> Mapping[str, float]:
     return {"samples": numbers.samples, "steps": numbers.steps, "hours": numbers.hours}
 
 
-def _require_more(choice: ResumeChoice, standing: Standing) -> None:
-    asked, there = _limits(choice), _limits(standing)
+def _require_more(choice: ResumeChoice, limits: ResumeLimits) -> None:
+    asked, there = _limits(choice), _limits(limits)
     if less := [name for name, value in asked.items() if 0 < value < there[name]]:
         said = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in less)
         raise InvalidInput(f"extend: less than before: {said}")
     if not any(value > there[name] for name, value in asked.items()):
         raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
-    if standing.stop_is_code and choice.steps:
+    if limits.stop_is_code and choice.steps:
         raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
 
 
-def _require_there(choice: ResumeChoice, standing: Standing) -> None:
-    if choice.checkpoint not in standing.checkpoints:
-        there = ", ".join(map(str, standing.checkpoints)) or "none"
+def _require_there(choice: ResumeChoice, limits: ResumeLimits) -> None:
+    if choice.checkpoint not in limits.checkpoints:
+        there = ", ".join(map(str, limits.checkpoints)) or "none"
         raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({there}), found {choice.checkpoint}")
 
 

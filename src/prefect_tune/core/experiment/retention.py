@@ -17,7 +17,7 @@ from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Qu
 from prefect_tune.core.models import Value
 from prefect_tune.core.search.objective import objective_of
 
-__all__ = ["Retention", "retired", "retired_aside"]
+__all__ = ["Retention", "retired", "retired_quarantined"]
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -66,8 +66,8 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
 
 
-def retired_aside(
-    aside: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
+def retired_quarantined(
+    quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
     """Return quarantined checkpoints that `policy` would retire if they were live beside `checkpoints`.
 
@@ -76,7 +76,7 @@ def retired_aside(
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
-    refs = [each.checkpoint for each in aside]
+    refs = [each.checkpoint for each in quarantined]
     going = retired(sorted((*checkpoints, *refs), key=lambda each: each.sequence), policy)
     oldest = checkpoints[-(policy.last or 1)].sequence
     return [each for each in refs if each.sequence in going and each.sequence < oldest]

@@ -190,7 +190,7 @@ class Curves:
             case Started(trial=trial, from_step=start) if trial in self._reports:
                 reports = self._reports[trial]
                 self._reports[trial] = {step: each for step, each in reports.items() if step <= start}
-            case Cloned(trial=trial, checkpoint=copy):
+            case Cloned(trial=trial, checkpoint=copy, inherited=False):
                 report = StepReport(step=copy.step, metrics=copy.metrics, trained_seconds=copy.trained_seconds)
                 self._reports[trial] = {copy.step: report}
             case Reported(trial=trial, report=report):
@@ -213,7 +213,7 @@ def is_search(state: Experiment) -> bool:
 
 def kind_of(state: Experiment) -> str:
     """Return "search" or "training": trials of a flow of one's own, however many, are trainings."""
-    return "search" if state.settings or any(trial.apart for trial in state.trials.values()) else "training"
+    return "search" if state.settings or any(trial.own_journal for trial in state.trials.values()) else "training"
 
 
 def counted(state: Experiment) -> Mapping[str, int]:

@@ -28,16 +28,16 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
 __all__ = [
     "ENDED",
-    "Happening",
+    "PastEvent",
     "Phase",
     "Status",
     "Trial",
     "is_acceptable",
-    "is_aside",
     "is_collectable",
     "is_held",
     "is_live",
     "is_overtaken",
+    "is_quarantined",
     "live_keys",
     "newest_checkpoint",
     "newest_key",
@@ -109,7 +109,7 @@ def status_of(trial: Trial) -> Status:
 
 def _status_of_finished(trial: Trial) -> Status:
     decided = next((each.decision for each in reversed(trial.past) if each.what == "decided"), None)
-    if not trial.left or (isinstance(decided, Stop) and not decided.early):
+    if not trial.ended_early or (isinstance(decided, Stop) and not decided.early):
         return Status.COMPLETED
     # The experiment's journal absorbs the end later than the trial's own journal has it.
     is_absorbed = trial.past and trial.past[-1].what == "ended"
@@ -122,7 +122,7 @@ def status_label(status: str, step: int) -> str:
     return f"{status} @{step}" if status in _ENDED_SHORT and step else str(status)
 
 
-class Happening(Value):
+class PastEvent(Value):
     """A fact that is replayed to search and scheduler; `order` counts over all trials of the experiment."""
 
     order: int
@@ -142,10 +142,10 @@ class Trial(Value):
     trial: TrialId
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    apart: bool = False
+    own_journal: bool = False
     """Whether it has its own journal, whose entries the experiment's journal absorbs."""
-    phase: Phase = Field(default=Phase.PENDING, alias="status")
-    """What can happen to it next. On a target its key is `status`: write JSON with `by_alias=True`."""
+    phase: Phase = Phase.PENDING
+    """What can happen to it next; its status is derived from it."""
     attempt: int = 0
     step: int = 0
     """The newest step reported in the present history (without steps that were lost)."""
@@ -157,7 +157,7 @@ class Trial(Value):
     """The live checkpoints, oldest first."""
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
-    aside: tuple[QuarantinedCheckpoint, ...] = ()
+    quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
     """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
     lost_checkpoints: int = 0
     """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""
@@ -194,7 +194,7 @@ class Trial(Value):
     """The cause of the last attempt's end; None if that attempt paused."""
     returned: bool = False
     """Whether the trainable returned by itself."""
-    left: bool = False
+    ended_early: bool = False
     """Whether the scheduler or a stop request ended it, and not its own stopper."""
     absorbed: int = 0
     """The last entry of its own journal that the experiment's journal has absorbed."""
@@ -202,8 +202,8 @@ class Trial(Value):
     """The configuration it was added with, if it has exploited another trial since."""
     exploits: Exploit | None = None
     """An exploit that the scheduler has decided and the trial has not carried out yet."""
-    past: tuple[Happening, ...] = ()
-    """The happenings that are replayed to search and scheduler when the experiment is resumed, oldest first."""
+    past: tuple[PastEvent, ...] = ()
+    """The events that are replayed to search and scheduler when the experiment is resumed, oldest first."""
 
     @property
     def status(self) -> Status:
@@ -250,7 +250,7 @@ class Trial(Value):
             "metrics": facts_table({name: format_html_value(value) for name, value in flat(self.metrics).items()}),
             "config": facts_table({name: format_html_value(value) for name, value in flat(self.config).items()}),
             "trained": escaped(_effort(self)),
-            "history": Html("<br>".join(_happenings(self))),
+            "history": Html("<br>".join(_past_lines(self))),
             "checkpoint": _checkpoint_html(self),
             "error": code(self.reason) if is_errored else Html(""),
             "reason": Html("") if is_errored else escaped(first_line(self.reason)),
@@ -288,9 +288,9 @@ def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
     return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
 
 
-def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+def is_quarantined(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
     """Return whether `checkpoint` is quarantined: not used, but it can be reinstated."""
-    refs = (each.checkpoint for each in trial.aside)
+    refs = (each.checkpoint for each in trial.quarantined_checkpoints)
     return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
 
 
@@ -305,7 +305,7 @@ def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
 
 def is_overtaken(trial: Trial, sequence: int) -> bool:
     """Return whether a checkpoint was quarantined after the save that began at entry `sequence`."""
-    return any(sequence < each.since for each in trial.aside)
+    return any(sequence < each.since for each in trial.quarantined_checkpoints)
 
 
 def reused_from(trial: Trial) -> int:
@@ -314,7 +314,7 @@ def reused_from(trial: Trial) -> int:
     Blobs begun before the last retirement may be deleted at any time; those that existed when a checkpoint
     was quarantined may be the damaged ones.
     """
-    return max((trial.collected_up_to, *(each.since for each in trial.aside)))
+    return max((trial.collected_up_to, *(each.since for each in trial.quarantined_checkpoints)))
 
 
 def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
@@ -340,7 +340,7 @@ def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     `state`. Then no later save reuses it, here or in a process that takes over during the deletion, and no
     new clone of it can be claimed.
     """
-    if is_aside(state, key):
+    if is_quarantined(state, key):
         return False
     return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
 
@@ -348,7 +348,7 @@ def is_collectable(state: Trial, key: CheckpointKey) -> bool:
 # --------------------------------------------------------------------------------------------- as text, as HTML
 
 _LONGEST = 400
-_HAPPENINGS = 8
+_PAST_LINES = 8
 
 
 def _short(text: str) -> str:
@@ -368,23 +368,23 @@ def _effort(trial: Trial) -> str:
     return f"{effort}{attempts}{again}"
 
 
-def _happenings(trial: Trial) -> Iterator[Html]:
+def _past_lines(trial: Trial) -> Iterator[Html]:
     """Yield the scheduler's decisions and the ends; of many the last ones."""
     found = [words for each in trial.past if (words := _words_of(each))]
-    if len(found) > _HAPPENINGS:
-        yield soft(f"{plural(len(found) - _HAPPENINGS, 'earlier event', 'earlier events')}")
-    yield from map(escaped, found[-_HAPPENINGS:])
+    if len(found) > _PAST_LINES:
+        yield soft(f"{plural(len(found) - _PAST_LINES, 'earlier event', 'earlier events')}")
+    yield from map(escaped, found[-_PAST_LINES:])
 
 
-def _words_of(happening: Happening) -> str:
-    at = f"step {happening.report.step}: " if happening.report else ""
-    if happening.what == "decided" and happening.decision is not None:
-        decision = happening.decision
+def _words_of(past_event: PastEvent) -> str:
+    at = f"step {past_event.report.step}: " if past_event.report else ""
+    if past_event.what == "decided" and past_event.decision is not None:
+        decision = past_event.decision
         reason = "" if isinstance(decision, Continue) else f", {first_line(decision.reason)}"
         return f"{at}{decision.type}{reason}"
-    if happening.what == "resumed":
+    if past_event.what == "resumed":
         return f"{at}resumed"
-    return f"{at}failed" if happening.failed else ""
+    return f"{at}failed" if past_event.failed else ""
 
 
 def _checkpoint_html(trial: Trial) -> Html:

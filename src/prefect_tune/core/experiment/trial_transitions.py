@@ -8,16 +8,16 @@ from typing import TypeAlias, assert_never
 from prefect_tune.core.errors import IllegalTransition
 from prefect_tune.core.experiment.trial import (
     ENDED,
-    Happening,
+    PastEvent,
     Phase,
     Status,
     Trial,
     is_acceptable,
-    is_aside,
     is_collectable,
     is_held,
     is_live,
     is_overtaken,
+    is_quarantined,
     live_keys,
     newest_checkpoint,
     newest_key,
@@ -35,24 +35,21 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
     Finished,
+    Forked,
+    ForkedTrial,
     GaveUp,
-    Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
-    Pruned,
     Quarantined,
     QuarantinedCheckpoint,
-    Rebased,
-    Reinstated,
-    Released,
     Reported,
     Requeued,
     Resumed,
     Retired,
     Started,
+    Writer,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
@@ -60,28 +57,29 @@ from prefect_tune.core.schedulers.base import Exploit
 __all__ = [
     "ENDED",
     "NEXT",
-    "Happening",
+    "PastEvent",
     "Phase",
     "Status",
     "Trial",
     "after",
     "is_acceptable",
-    "is_aside",
     "is_collectable",
     "is_held",
     "is_live",
     "is_overtaken",
+    "is_quarantined",
     "live_keys",
     "newest_checkpoint",
     "newest_key",
     "parent_of_next",
     "reused_from",
     "with_adopted",
+    "with_fork",
     "with_report",
 ]
 
 # The only place where phases change. An event that is not here changes none.
-NEXT: Mapping[tuple[Phase, type[OneTrialsEvent]], Phase] = {
+NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
     (Phase.PENDING, Started): Phase.RUNNING,
     (Phase.RUNNING, AttemptEnded): Phase.PENDING,
     (Phase.RUNNING, Finished): Phase.FINISHED,
@@ -102,34 +100,21 @@ NEXT: Mapping[tuple[Phase, type[OneTrialsEvent]], Phase] = {
     (Phase.PENDING, Resumed): Phase.PENDING,
     (Phase.RUNNING, Resumed): Phase.RUNNING,
     # In a fork no process trains it.
-    **{(phase, Rebased): phase for phase in Phase},
-    (Phase.RUNNING, Rebased): Phase.PENDING,
+    (Phase.RUNNING, Forked): Phase.PENDING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
-_ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_OfCheckpoints: TypeAlias = (
-    Committed
-    | Retired
-    | Pruned
-    | Quarantined
-    | ExternallyQuarantined
-    | Reinstated
-    | Pinned
-    | Inherited
-    | Claimed
-    | Released
-)
+_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Claimed
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
 
 
-def with_adopted(trial: Trial, event: Adopted, *, is_apart: bool = False) -> Trial:
+def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False) -> Trial:
     """Return the trial with what a new owner found, and the old one had not journaled: checkpoints, and its last step.
 
     Args:
         trial: the trial, in the journal of `event` or in that of its experiment.
         event: the first event of the new owner.
-        is_apart: whether the trial's attempts write another journal than that of `event`: then they may still run.
+        has_own_journal: whether the trial's attempts write a journal other than that of `event`, and may still run.
 
     Raises:
         IllegalTransition: one of them is not acceptable (see `is_acceptable`).
@@ -137,24 +122,42 @@ def with_adopted(trial: Trial, event: Adopted, *, is_apart: bool = False) -> Tri
     for checkpoint in event.checkpoints.get(trial.trial, ()):
         trial = _with_checkpoint(trial, checkpoint)
     if (reached := event.reached.get(trial.trial)) is not None:
-        known = {"reached": max(reached, trial.reached or 0), "vanished": trial.vanished or not is_apart}
+        known = {"reached": max(reached, trial.reached or 0), "vanished": trial.vanished or not has_own_journal}
         trial = trial.model_copy(update=known)
     return trial
 
 
-def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
-    """Return the trial after `event`, which is in the journal's entry `number`.
+def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
+    """Return the trial of a fork: all that refers to objects on the target is replaced, and the rest stays."""
+    return trial.model_copy(
+        update={
+            "phase": NEXT.get((trial.phase, Forked), trial.phase),
+            "checkpoints": forked.checkpoints,
+            "cloned": None,
+            "absorbed": forked.absorbed,
+            "quarantined": (),
+            "quarantined_checkpoints": (),
+            "lost_checkpoints": 0,
+            "claims": (),
+            "collected_up_to": 0,
+            "started_from": None,
+        }
+    )
+
+
+def after(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer = "owner") -> Trial:
+    """Return the trial after `event`, which `writer` has written to the journal's entry `number`.
 
     Raises:
         IllegalTransition: the event cannot happen to a trial in this phase.
     """
     phase = _next_phase(trial, event)
-    return _apply_to_trial(trial, event, number).model_copy(update={"phase": phase})
+    return _apply_to_trial(trial, event, number, writer).model_copy(update={"phase": phase})
 
 
 def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.phase is not Phase.RUNNING) or (
-        isinstance(event, _ONLY_WHILE_WAITING) and trial.phase not in (Phase.PENDING, Phase.PAUSED)
+        isinstance(event, Cloned) and not event.inherited and trial.phase not in (Phase.PENDING, Phase.PAUSED)
     )
     phase = NEXT.get((trial.phase, type(event)))
     if misplaced or (phase is None and type(event) in _CHANGES_PHASE):
@@ -162,7 +165,7 @@ def _next_phase(trial: Trial, event: OneTrialsEvent) -> Phase:
     return phase or trial.phase
 
 
-def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int, writer: Writer) -> Trial:
     match event:
         case Started():
             return _started(trial, event)
@@ -172,32 +175,25 @@ def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _failed(trial, event)
         case Cloned():
             return _cloned(trial, event)
-        case Rebased():
-            return _rebased(trial, event)
         case Finished() | Paused() | Requeued() | Resumed() | Decided():
             return _apply_reason(trial, event)
         case _:
-            return _apply_checkpoint_event(trial, event, number)
+            return _apply_checkpoint_event(trial, event, number, writer)
 
 
-def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
+def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int, writer: Writer) -> Trial:
     match event:
         case Committed():
             return _committed(trial, event, number)
-        case Retired() | Pruned():
+        case Retired():
             return _retired(trial, event.retires, number)
-        case Quarantined():
-            return _quarantined(trial, event, number)
-        case ExternallyQuarantined():
-            return _set_aside(trial, event, number)
-        case Reinstated():
+        case Quarantined(quarantined=False):
             return _reinstated(trial, event.sequence)
+        case Quarantined():
+            return _quarantined(trial, event, number, writer)
         case Pinned():
             return _pinned(trial, event)
-        case Inherited(checkpoint=checkpoint):
-            _require_acceptable(trial, checkpoint)
-            return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint)})
-        case Claimed() | Released():
+        case Claimed():
             return trial.model_copy(update={"claims": _claims(trial, event)})
         case _:
             assert_never(event)
@@ -206,7 +202,7 @@ def _apply_checkpoint_event(trial: Trial, event: _OfCheckpoints, number: int) ->
 def _apply_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
     match event:
         case Finished():
-            ends = {"reason": event.reason, "returned": event.returned, "left": event.left}
+            ends = {"reason": event.reason, "returned": event.returned, "ended_early": event.ended_early}
             return trial.model_copy(update=ends)
         case Paused():
             return trial.model_copy(update={"reason": event.reason, "cause": None})
@@ -228,8 +224,8 @@ def _reported(trial: Trial, report: StepReport) -> Trial:
 
 
 def _started(trial: Trial, event: Started) -> Trial:
-    unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
-    known = (*trial.checkpoints, *unheard)  # an external writer may quarantine it after it was restored
+    unknown = (each.checkpoint for each in trial.quarantined_checkpoints if each.since > trial.collected_up_to)
+    known = (*trial.checkpoints, *unknown)  # a guest may have quarantined it since it was restored
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
@@ -271,6 +267,8 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     """Continue from the clone; the trial's own steps count neither as wasted nor as its history. Budgets stay."""
     copy = event.checkpoint
     _require_acceptable(trial, copy)
+    if event.inherited:
+        return trial.model_copy(update={"checkpoints": (*trial.checkpoints, copy)})
     return trial.model_copy(
         update={
             "checkpoints": (*trial.checkpoints, copy),
@@ -288,28 +286,11 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
     )
 
 
-def _rebased(trial: Trial, event: Rebased) -> Trial:
-    """Replace everything that refers to objects on the target; keep the rest of the trial's state."""
-    return trial.model_copy(
-        update={
-            "checkpoints": event.checkpoints,
-            "cloned": None,
-            "absorbed": event.absorbed,
-            "quarantined": (),
-            "aside": (),
-            "lost_checkpoints": 0,
-            "claims": (),
-            "collected_up_to": 0,
-            "started_from": None,
-        }
-    )
-
-
-def _claims(trial: Trial, event: Claimed | Released) -> tuple[Claim, ...]:
+def _claims(trial: Trial, event: Claimed) -> tuple[Claim, ...]:
     """Only a live or held checkpoint can be claimed: the deletion of any other may have begun."""
-    if isinstance(event, Released):
-        return tuple(each for each in trial.claims if each.clone != event.clone)
     claim = event.claim
+    if event.released:
+        return tuple(each for each in trial.claims if each.clone != claim.clone)
     if not (is_live(trial, claim) or is_held(trial, claim)):
         raise IllegalTransition(
             f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, but is "
@@ -338,47 +319,49 @@ def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
     """Retire live and quarantined checkpoints: the latter cannot be reinstated then, and are deleted as any other."""
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
-    gone = {each.checkpoint.sequence for each in trial.aside} & set(sequences)
+    gone = {each.checkpoint.sequence for each in trial.quarantined_checkpoints} & set(sequences)
     return trial.model_copy(
         update={
             "checkpoints": left,
-            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence not in gone),
+            "quarantined_checkpoints": tuple(
+                each for each in trial.quarantined_checkpoints if each.checkpoint.sequence not in gone
+            ),
             "quarantined": tuple(each for each in trial.quarantined if each not in gone),
             "collected_up_to": number,
         }
     )
 
 
-def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
-    """Quarantine it, and let no later save reuse its blobs: one of them may be damaged."""
-    trial = _set_aside(trial, event, number)
-    blamed = trial.blamed_checkpoints + event.kills
-    return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
+def _quarantined(trial: Trial, event: Quarantined, number: int, writer: Writer) -> Trial:
+    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated.
 
-
-def _set_aside(trial: Trial, event: Quarantined | ExternallyQuarantined, number: int) -> Trial:
-    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated."""
+    No later save reuses its blobs, of which one may be damaged; the owner's running save is not committed either.
+    """
     found = [each for each in trial.checkpoints if each.sequence == event.sequence]
-    aside = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
+    kept = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
     known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
     return trial.model_copy(
         update={
             "checkpoints": tuple(each for each in trial.checkpoints if each not in found),
             "quarantined": known,
-            "aside": (*trial.aside, *aside),
+            "quarantined_checkpoints": (*trial.quarantined_checkpoints, *kept),
             "lost_checkpoints": trial.lost_checkpoints + len(found),
+            "blamed_checkpoints": trial.blamed_checkpoints + event.kills,
+            "collected_up_to": trial.collected_up_to if writer == "guest" else number,
         }
     )
 
 
 def _reinstated(trial: Trial, sequence: int) -> Trial:
     """Insert it at its old place; if it is the newest, the next attempt starts from it."""
-    back = [each.checkpoint for each in trial.aside if each.checkpoint.sequence == sequence]
+    back = [each.checkpoint for each in trial.quarantined_checkpoints if each.checkpoint.sequence == sequence]
     return trial.model_copy(
         update={
             "checkpoints": tuple(sorted((*trial.checkpoints, *back), key=lambda each: each.sequence)),
             "quarantined": tuple(each for each in trial.quarantined if not back or each != sequence),
-            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence != sequence),
+            "quarantined_checkpoints": tuple(
+                each for each in trial.quarantined_checkpoints if each.checkpoint.sequence != sequence
+            ),
             "lost_checkpoints": trial.lost_checkpoints - len(back),
         }
     )

@@ -6,12 +6,12 @@ number of processes that do not know of each other, without locks, leases or clo
 
     owner 1    1 Opened(1) ─ 2 ─ 3 ─ 4            5 refused: exists, of owner 2 → Superseded, it stops
     owner 2                       └─▶ 5 Opened(2) ─ 6 ─ 7 …
-    a guest                                          └─▶ 8 (events that external writers may add)
+    a guest                                          └─▶ 8 (events that guests may add)
 
 - **Owner.** The last `Opened` names it. `take_over` is an append of `Opened`; there is no other way to become the
   owner, and none to remain it: an owner learns that it was replaced when its next entry is refused.
 - **Guests** (claims of clones, quarantine and pruning by another process) append through `append_as_guest`, and only
-  events of `ExternalWriterEvent`. The owner finds such an entry in its place, applies it, and appends after it.
+  `GuestEvent`; the entry says its writer. The owner finds such an entry in its place, applies it, and appends after it.
 - **Write id.** A refused creation may be one's own, whose reply was lost: an entry with one's own write id is success.
 - **Order.** An entry is durable before its effect: a trial is answered, and bytes are deleted, only after `append`.
 
@@ -55,12 +55,13 @@ from prefect_tune.core.journal.segments import (
     write_due_segment,
 )
 from prefect_tune.core.journal_events.experiment_events import (
+    Deletion,
     Entry,
     Event,
-    ExternalWriterEvent,
+    GuestEvent,
     Opened,
     Owner,
-    RemovalBegun,
+    Writer,
 )
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
@@ -217,7 +218,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied as they will be read back (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. Entries that external writers added meanwhile come before it.
+    and a later resume see the same values. Entries that guests added meanwhile come before it.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
@@ -236,40 +237,43 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 def append_as_guest(
     store: ObjectStore,
     journal: JournalKey | str,
-    say: Callable[[Experiment], Sequence[ExternalWriterEvent]],
+    events_for: Callable[[Experiment], Sequence[GuestEvent]],
     stamp: Stamp,
     *,
     side_by_side: ParallelMap,
 ) -> Experiment:
     """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
 
-    `say` returns the events to write after the state that it is given, or none. It is called again when another
-    writer is faster, so that no entry comes between that state and the events. An exception of `say` ends the call.
+    `events_for` returns the events to write after the state that it is given, or none. It is called again when another
+    writer is faster, so that no entry comes between that state and the events. Its exception ends the call.
 
     Raises:
         StoreRefused: there are events to write, and the target supports one writer only: see `conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
-        CommitUnknown: the target did not say whether it wrote; call again, `say` may find its events written.
+        CommitUnknown: the target did not say whether it wrote; call again, `events_for` may find its events written.
     """
     for _ in range(_RACES):
         found = load(store, journal, side_by_side=side_by_side)
-        if not (events := say(found)):
+        if not (events := events_for(found)):
             return found
         require_conditional_create(store, found.key)
         with suppress(AlreadyExists):
-            after = _append_next(store, found, events, stamp)
+            after = _append_next(store, found, events, stamp, writer="guest")
             write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
             return after
     raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
 
 
-def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+def _append_next(
+    store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp, *, writer: Writer = "owner"
+) -> Experiment:
     entry = Entry(
         number=experiment.number + 1,
-        epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
+        term=experiment.term + any(isinstance(event, Opened) for event in events),
         previous=experiment.digest,
         write_id=stamp.write_id,
         at=stamp.at,
+        writer=writer,
         events=tuple(events),
     )
     path = experiment.key.entry_path(entry.number)
@@ -281,11 +285,10 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 
 
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
-    """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
+    """Return the experiment after the existing entry if a guest wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
     entry = decode_entry(data := read_document(store, path, JournalCorrupt), path)
-    is_guests = bool(entry.events) and all(isinstance(event, ExternalWriterEvent) for event in entry.events)
-    if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
+    if entry.writer != "guest" or (entry.previous, entry.term) != (experiment.digest, experiment.term):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))
 
@@ -346,10 +349,10 @@ def _opened(
     if found.opened_at and _opened_by(store, found, stamp):
         return found  # an earlier attempt of this same call succeeded, and its reply was lost
     key = found.key
-    opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
-    if found.is_removed and RemovalBegun() not in said:
+    opened, events = Opened(experiment=key.experiment, trial=key.trial, term=found.term + 1, owner=owner), also(found)
+    if found.is_removed and Deletion() not in events:
         raise ResumeFailed(f"{key} is being deleted by {found.owner}: finish the deletion, or use another name")
-    return append(store, found, [opened, *said], stamp)
+    return append(store, found, [opened, *events], stamp)
 
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
@@ -393,7 +396,7 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap)
 def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: ParallelMap) -> LoadedJournal:
     """Fold the segments and entries before the newest segment, then that segment."""
     end = newest.experiment
-    known, loaded = dict(end.milestones), LoadedJournal(nothing_yet(end.key))
+    known, loaded = dict(end.segment_digests), LoadedJournal(nothing_yet(end.key))
     way = pairwise((0, *steps(listed, begin_of(end.number))))
     for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
         if isinstance(step, Segment):
@@ -447,9 +450,9 @@ def _mend(store: ObjectStore, loaded: LoadedJournal, opened: Experiment, side_by
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
     opened = next((event.owner for event in winner.events if isinstance(event, Opened)), None)
-    how = f"owner {winner.epoch}, {opened}, took over" if opened else f"another process wrote as owner {winner.epoch}"
+    how = f"owner {winner.term}, {opened}, took over" if opened else f"another process wrote as owner {winner.term}"
     return Superseded(
-        f"{experiment.key}: this process is owner {experiment.epoch}, and {how} at {winner.at}. "
+        f"{experiment.key}: this process is owner {experiment.term}, and {how} at {winner.at}. "
         "Stop here: it continues there, and every committed checkpoint is kept"
     )
 
@@ -472,12 +475,12 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
         path = key.entry_path(number)
         return decode_entry(read_listed(store, path), path)
 
-    def owner_of(epoch: int) -> Owner | None:
+    def owner_of(term: int) -> Owner | None:
         before = range(1, experiment.opened_at)
-        opening = entry(before[bisect_left(before, epoch, key=lambda number: entry(number).epoch)])
+        opening = entry(before[bisect_left(before, term, key=lambda number: entry(number).term)])
         return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
 
-    return [owner for owner in side_by_side(owner_of, range(1, experiment.epoch)) if owner is not None]
+    return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
 
 
 # Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.
@@ -491,7 +494,7 @@ def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_si
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
     """
-    if not known.apart:
+    if not known.own_journal:
         return known
     own = JournalKey(experiment=experiment, trial=known.trial)
     found = load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)

@@ -115,7 +115,7 @@ def encode_segment(experiment: Experiment) -> bytes:
     """Return the bytes of the segment that ends with the experiment's last entry."""
     changed = experiment.trials.changed_in(experiment.number)
     # One trial at a time, so that no other thread waits long for the interpreter lock.
-    lines = b"".join(trial.model_dump_json(by_alias=True).encode() + b"\n" for trial in changed)
+    lines = b"".join(trial.model_dump_json().encode() + b"\n" for trial in changed)
     head = _Head(
         since=begin_of(experiment.number),
         digest_of_trials=digest_of(lines),

@@ -16,24 +16,18 @@ from prefect_tune.core.journal_events.trial_events import (
     Cloned,
     Committed,
     Decided,
-    ExternallyQuarantined,
-    ExternalWriterEvent,
     Finished,
     ForkOrigin,
     GaveUp,
-    Inherited,
-    Lesson,
+    GuestEvent,
     OneTrialsEvent,
     Owner,
     Paused,
     Pinned,
-    Pruned,
+    PriorTrial,
     Quarantined,
     QuarantinedCheckpoint,
-    Questioned,
-    Rebased,
-    Reinstated,
-    Released,
+    Question,
     Reported,
     Requeued,
     Resumed,
@@ -41,6 +35,7 @@ from prefect_tune.core.journal_events.trial_events import (
     Started,
     TrialAdded,
     TrialEvent,
+    WarmStart,
 )
 from prefect_tune.core.models import ExperimentName, Message, TrialId, Value
 from prefect_tune.core.storage.documents import Document
@@ -56,35 +51,26 @@ __all__ = [
     "Claimed",
     "Cloned",
     "Committed",
+    "Configured",
     "Decided",
-    "Described",
+    "Deletion",
     "Entry",
     "Event",
-    "Extended",
-    "ExternalWriterEvent",
-    "ExternallyQuarantined",
     "Finished",
-    "ForkBegun",
     "ForkOrigin",
     "Forked",
+    "ForkedTrial",
     "GaveUp",
-    "Inherited",
-    "Learned",
-    "Lesson",
+    "GuestEvent",
     "OneTrialsEvent",
     "Opened",
     "Owner",
     "Paused",
     "Pinned",
-    "Pruned",
+    "PriorTrial",
     "Quarantined",
     "QuarantinedCheckpoint",
-    "Questioned",
-    "Rebased",
-    "Reinstated",
-    "Released",
-    "RemovalBegun",
-    "RemovalGivenUp",
+    "Question",
     "Reported",
     "Requeued",
     "Resumed",
@@ -93,8 +79,14 @@ __all__ = [
     "StopAsked",
     "TrialAdded",
     "TrialEvent",
+    "WarmStart",
+    "Writer",
     "events_in",
 ]
+
+
+Writer: TypeAlias = Literal["owner", "guest"]
+"""The writer of an entry: the journal's owner, or a guest, which writes `GuestEvent` and does not become the owner."""
 
 
 class Opened(Value):
@@ -104,7 +96,7 @@ class Opened(Value):
     experiment: ExperimentName
     trial: TrialId | None = None
     """The trial whose own journal is opened; None for the experiment's journal."""
-    epoch: int
+    term: int
     owner: Owner
 
 
@@ -120,20 +112,19 @@ class Adopted(Value):
     """By running trial, the last step that its lost attempt is known to have trained; 0 if none is known."""
 
 
-class Described(Value):
-    """The parameters of the experiment as JSON, for a resume by name."""
+class Configured(Value):
+    """The parameters of the experiment as JSON, the samples that a run adds, and earlier experiments to start from."""
 
-    type: Literal["described"] = "described"
+    type: Literal["configured"] = "configured"
     settings: Mapping[str, object]
+    """The parameters, for a resume by name."""
+    extensions: Mapping[str, int] = Field(default_factory=dict)
+    """How many samples a run adds to the planned ones, once, however often it starts.
 
-
-class Extended(Value):
-    """A run of the search has added samples to the planned ones; recorded once, however often the run starts."""
-
-    type: Literal["extended"] = "extended"
-    run: str
-    """A name that a restart of the run keeps: its id, or its place in the run that called it."""
-    samples: int
+    The run is named by what a restart keeps: its id, or its place in the run that called it.
+    """
+    warm_starts: tuple[WarmStart, ...] = ()
+    """Experiments that the search warm-starts from, from now on."""
 
 
 class StopAsked(Value):
@@ -165,47 +156,39 @@ class Answered(Value):
     """The id of that suspended run: the answer holds for it from then on, however often it is restarted."""
 
 
-class ForkBegun(Value):
-    """The experiment becomes a fork of `origin`; until `Forked` it cannot be used."""
+class ForkedTrial(Value):
+    """A trial of a fork: all its earlier events happened in the origin; it continues from here, and is not running."""
 
-    type: Literal["fork-begun"] = "fork-begun"
-    origin: ForkOrigin
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    absorbed: int = 0
+    """The last entry of the trial's own journal that those events include."""
 
 
 class Forked(Value):
-    """The fork is complete: the same entry holds all events of the origin up to the forked entry."""
+    """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
 
-    type: Literal["forked"] = "forked"
-
-
-class RemovalBegun(Value):
-    """The whole experiment is about to be deleted: it cannot be resumed, and its checkpoints cannot be cloned.
-
-    Written to the experiment's journal, and to its trials' own journals.
+    That entry, which completes the fork, also holds all events of the origin up to the forked one. In a trial's own
+    journal, `trials` has that trial.
     """
 
-    type: Literal["removal-begun"] = "removal-begun"
+    type: Literal["forked"] = "forked"
+    origin: ForkOrigin
+    trials: Mapping[TrialId, ForkedTrial] | None = None
 
 
-class RemovalGivenUp(Value):
-    """The deletion was cancelled, because a fork needs the experiment. Nothing was deleted; it can be resumed."""
+class Deletion(Value):
+    """The whole experiment is about to be deleted: it cannot be resumed, and its checkpoints cannot be cloned.
 
-    type: Literal["removal-given-up"] = "removal-given-up"
+    Written to the experiment's journal, and to its trials' own journals. `cancelled`: a fork needs the experiment;
+    nothing was deleted, and it can be resumed.
+    """
 
-
-class Learned(Value):
-    """The search warm-starts from another experiment's trials, copied here so that the other one may be deleted."""
-
-    type: Literal["learned"] = "learned"
-    source: str
-    """The experiment as the user named it: by its name, or `target/name`."""
-    place: str | None = None
-    """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
-    lessons: tuple[Lesson, ...]
+    type: Literal["deletion"] = "deletion"
+    cancelled: bool = False
 
 
 _OwnEvent: TypeAlias = Annotated[
-    Opened | Adopted | TrialAdded | Questioned | RemovalBegun | RemovalGivenUp | OneTrialsEvent,
+    Opened | Adopted | TrialAdded | Deletion | OneTrialsEvent,
     Field(discriminator="type"),
 ]
 
@@ -219,24 +202,11 @@ class Absorbed(TrialEvent):
     events: tuple[_OwnEvent, ...]
     at: str | None = None
     """When the entry was written, by its writer's clock; for people only."""
+    writer: Writer = "owner"
 
 
 Event: TypeAlias = Annotated[
-    Opened
-    | Adopted
-    | Described
-    | Extended
-    | StopAsked
-    | Answered
-    | Questioned
-    | ForkBegun
-    | Forked
-    | Learned
-    | RemovalBegun
-    | RemovalGivenUp
-    | TrialAdded
-    | OneTrialsEvent
-    | Absorbed,
+    Opened | Adopted | Configured | StopAsked | Answered | Forked | Deletion | TrialAdded | OneTrialsEvent | Absorbed,
     Field(discriminator="type"),
 ]
 
@@ -255,8 +225,9 @@ class Entry(Document):
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
     version: Literal[1] = 1
     number: int
-    epoch: int
+    term: int
     write_id: str
     at: str
+    writer: Writer = "owner"
     previous: str
     events: tuple[Event, ...]

@@ -17,7 +17,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.texts import is_unicode
 
 __all__ = [
-    "GO_ON",
+    "PROCEED",
     "AttemptEnded",
     "Cause",
     "CheckpointRef",
@@ -26,24 +26,18 @@ __all__ = [
     "Cloned",
     "Committed",
     "Decided",
-    "ExternalWriterEvent",
-    "ExternallyQuarantined",
     "Finished",
     "ForkOrigin",
     "GaveUp",
-    "Inherited",
-    "Lesson",
+    "GuestEvent",
     "OneTrialsEvent",
     "Owner",
     "Paused",
     "Pinned",
-    "Pruned",
+    "PriorTrial",
     "Quarantined",
     "QuarantinedCheckpoint",
-    "Questioned",
-    "Rebased",
-    "Reinstated",
-    "Released",
+    "Question",
     "Reported",
     "Requeued",
     "Resumed",
@@ -52,6 +46,7 @@ __all__ = [
     "Started",
     "TrialAdded",
     "TrialEvent",
+    "WarmStart",
     "answer_to",
     "default_of",
     "valid_fields",
@@ -91,15 +86,15 @@ class Owner(Value):
     """The id of the task run, for an attempt that is one."""
     by_hand: bool = False
     """Whether a person resumed this run, so that it does not count as a restart after a crash."""
-    search_epoch: int = 0
+    search_term: int = 0
     """For a trial's own journal: the experiment's term in which the search started this attempt."""
     attempt: int = 0
     """For a trial's own journal: the number of the attempt that the search started."""
 
     def is_behind(self, other: Owner) -> bool:
         """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
-        mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
-        return self.search_epoch > 0 and mine < theirs
+        mine, theirs = (self.search_term, self.attempt), (other.search_term, other.attempt)
+        return self.search_term > 0 and mine < theirs
 
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""
@@ -135,7 +130,7 @@ class Claim(Value):
     """The checkpoint whose manifest refers to the bytes."""
     journal: JournalKey
     """The journal that records the clone as a checkpoint; see `Cloned`."""
-    epoch: int
+    term: int
     """That journal's term when the clone was begun: only the owner of that term can make it a checkpoint."""
 
 
@@ -150,7 +145,7 @@ class ForkOrigin(Value):
         return f"experiment {self.experiment!r} as of entry {self.number}"
 
 
-class Lesson(Value):
+class PriorTrial(Value):
     """A finished trial of another experiment, for the warm start of a search; it is not trained again."""
 
     trial: TrialId
@@ -161,10 +156,30 @@ class Lesson(Value):
     """Whether a scheduler ended it."""
 
 
+class WarmStart(Value):
+    """An experiment that a search warm-starts from, with its trials: it may be deleted after that."""
+
+    source: str
+    """The experiment as the user named it: by its name, or `target/name`."""
+    place: str | None = None
+    """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
+    trials: tuple[PriorTrial, ...]
+
+
 # Questions to a person: a form of simple fields, each with a default or with choices, and its validation.
 
+
+class Question(Value):
+    """A question of a trial to a person; the trial continues after the answer."""
+
+    key: Message
+    question: Message
+    fields: Mapping[str, object]
+    """The fields of the form by name: each with its default, or its choices, of which the first is the default."""
+
+
 Scalar: TypeAlias = bool | int | float | str
-GO_ON: Mapping[str, object] = {"go_on": True}
+PROCEED: Mapping[str, object] = {"proceed": True}
 """The fields of a question that has none of its own."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -176,7 +191,7 @@ def valid_fields(fields: Mapping[str, object]) -> dict[str, object]:
         InvalidInput: there is no field, or a field's default is no truth value, number, text or list of texts.
     """
     if not fields:
-        raise InvalidInput("fields: a question needs one, such as {'go_on': True}")
+        raise InvalidInput("fields: a question needs one, such as {'proceed': True}")
     return {name: _valid(name, value) for name, value in fields.items()}
 
 
@@ -243,7 +258,7 @@ class TrialAdded(TrialEvent):
     type: Literal["trial-added"] = "trial-added"
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    apart: bool = False
+    own_journal: bool = False
     """Whether the trial has its own journal, whose entries the experiment's journal absorbs."""
 
 
@@ -284,7 +299,8 @@ class Retired(TrialEvent):
     """These checkpoints (by sequence) end with this entry; their bytes are deleted only after it.
 
     With or without any, this entry is a limit: a save that began before it and is no checkpoint never becomes
-    one, and its blobs are not reused, so that they can be deleted.
+    one, and its blobs are not reused, so that they can be deleted. A guest writes it only for a trial that has ended,
+    so that no save is running.
     """
 
     type: Literal["retired"] = "retired"
@@ -292,13 +308,18 @@ class Retired(TrialEvent):
 
 
 class Quarantined(TrialEvent):
-    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies."""
+    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
+
+    `quarantined=False`: it is used again. The owner's quarantine is a limit for running saves as `Retired` is; a
+    guest's is none: a save that began before it is refused by `SaveOvertaken`.
+    """
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
-    reason: Message
+    reason: Message = ""
     kills: bool = False
     """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
+    quarantined: bool = True
 
 
 class Pinned(TrialEvent):
@@ -313,86 +334,27 @@ class Cloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint, with `config` where that is given.
 
     The clone is its newest checkpoint from now on; its manifest was created before this entry, and refers to
-    the blobs of the other trial.
+    the blobs of the other trial. `inherited`: in a fork it is the clone of a checkpoint that the trial had in the
+    origin, and the trial's step and metrics stay.
     """
 
     type: Literal["cloned"] = "cloned"
     checkpoint: CheckpointRef
     source: CheckpointKey
     config: Mapping[str, object] | None = None
-    reason: Message
-
-
-class Rebased(TrialEvent):
-    """In a fork: the events before this one happened in the origin; the trial continues from here.
-
-    It has these checkpoints and no claims; a running trial becomes pending.
-    """
-
-    type: Literal["rebased"] = "rebased"
-    checkpoints: tuple[CheckpointRef, ...] = ()
-    absorbed: int = 0
-    """The last entry of the trial's own journal that those events include."""
-
-
-class Inherited(TrialEvent):
-    """In a fork: the trial's clone of a checkpoint that it had in the origin; its newest one from now on.
-
-    The clone's manifest was created before this entry, and refers to the origin's blobs.
-    """
-
-    type: Literal["inherited"] = "inherited"
-    checkpoint: CheckpointRef
-    source: CheckpointKey
+    reason: Message = ""
+    inherited: bool = False
 
 
 class Claimed(TrialEvent):
-    """A clone of one of the trial's checkpoints is about to be made. Written by an external writer; no new owner."""
+    """A clone of one of the trial's checkpoints is about to be made, and needs its bytes; written by a guest.
+
+    `released`: the clone is no longer a checkpoint, or can never become one.
+    """
 
     type: Literal["claimed"] = "claimed"
     claim: Claim
-
-
-class Released(TrialEvent):
-    """A clone is no longer a checkpoint, or can never become one. Written by an external writer, as `Claimed`."""
-
-    type: Literal["released"] = "released"
-    clone: CheckpointKey
-
-
-class ExternallyQuarantined(TrialEvent):
-    """As `Quarantined`, for damage that another process than the owner found. By an external writer, as `Claimed`.
-
-    Unlike `Retired` it is no limit for `is_acceptable`; a save that began before it is refused by `SaveOvertaken`.
-    """
-
-    type: Literal["put-aside"] = "put-aside"
-    sequence: int
-    reason: Message
-
-
-class Reinstated(TrialEvent):
-    """A checkpoint that was quarantined is used again. Written by an external writer, as `Claimed`."""
-
-    type: Literal["reinstated"] = "reinstated"
-    sequence: int
-
-
-class Pruned(TrialEvent):
-    """As `Retired`, for a trial that has ended, so that no save is running. By an external writer, as `Claimed`."""
-
-    type: Literal["pruned"] = "pruned"
-    retires: tuple[int, ...] = ()
-
-
-class Questioned(TrialEvent):
-    """The trial asks a person a question, and its attempt is about to end; it continues after the answer."""
-
-    type: Literal["questioned"] = "questioned"
-    key: Message
-    question: Message
-    fields: Mapping[str, object]
-    """The fields of the form by name: each with its default, or its choices, of which the first is the default."""
+    released: bool = False
 
 
 class AttemptEnded(TrialEvent):
@@ -403,6 +365,8 @@ class AttemptEnded(TrialEvent):
     message: Message
     at_start: bool = False
     """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
+    question: Question | None = None
+    """The question that the trial asks a person, and for whose answer it waits."""
 
 
 class GaveUp(TrialEvent):
@@ -420,7 +384,7 @@ class Finished(TrialEvent):
     reason: Message
     returned: bool = False
     """Whether the trainable returned by itself; a larger budget does not restart it."""
-    left: bool = False
+    ended_early: bool = False
     """Whether the scheduler or a stop request ended it; a larger budget does not restart it either."""
 
 
@@ -452,8 +416,8 @@ class Decided(TrialEvent):
     decision: Decision
 
 
-ExternalWriterEvent: TypeAlias = Claimed | Released | ExternallyQuarantined | Reinstated | Pruned
-"""Events of external writers: an entry that holds only these does not supersede the owner."""
+GuestEvent: TypeAlias = Claimed | Quarantined | Retired
+"""What a guest may write: a process that adds an entry to a journal, and does not become its owner."""
 OneTrialsEvent: TypeAlias = (
     Started
     | Reported
@@ -462,9 +426,7 @@ OneTrialsEvent: TypeAlias = (
     | Quarantined
     | Pinned
     | Cloned
-    | Rebased
-    | Inherited
-    | ExternalWriterEvent
+    | Claimed
     | AttemptEnded
     | GaveUp
     | Finished

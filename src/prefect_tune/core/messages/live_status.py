@@ -58,7 +58,7 @@ class LiveStatus(Document):
 
     format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
     version: Literal[1] = 1
-    epoch: int
+    term: int
     owner: Owner | None
     """Tells the owner from that of an earlier experiment of the same name, which was deleted."""
     number: int
@@ -91,17 +91,17 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
         InvalidInput: a report holds a value that JSON cannot represent.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed; the next write needs no repair.
     """
-    path = key.live_status_path(status.epoch, status.number)
+    path = key.live_status_path(status.term, status.number)
     store.put(path, seal(status))
     if status.number > 1:
-        store.delete([key.live_status_path(status.epoch, status.number - 1)])
+        store.delete([key.live_status_path(status.term, status.number - 1)])
     else:
         _delete(store, [each for each in _listed(store, key) if each != path])
 
 
-def delete_live_status(store: ObjectStore, key: JournalKey, epoch: int) -> None:
-    """Delete the live status of the owner of the term `epoch`, and those of earlier ones."""
-    until = key.live_status_path(epoch + 1, 0)
+def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
+    """Delete the live status of the owner of the term `term`, and those of earlier ones."""
+    until = key.live_status_path(term + 1, 0)
     _delete(store, [each for each in _listed(store, key) if each < until])
 
 
@@ -122,7 +122,7 @@ def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None
 def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
     """Return the live status of the experiment's present owner; None if there is none that can be read."""
     live = newest_live_status(store, experiment.key)
-    return live if live and (live.epoch, live.owner) == (experiment.epoch, experiment.owner) else None
+    return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
 
 
 def last_known_steps(store: ObjectStore, experiment: Experiment) -> Mapping[str, int]:

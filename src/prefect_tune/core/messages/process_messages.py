@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events.experiment_events import Cause, Question
 from prefect_tune.core.models import Message, PathName, StepReport, Value
 
 __all__ = [
@@ -20,12 +20,11 @@ __all__ = [
     "CheckpointSaved",
     "EndOfAttempt",
     "FromTrial",
-    "GoOn",
     "ImportRequest",
     "Leave",
     "MilestoneReached",
     "Preload",
-    "Question",
+    "Proceed",
     "Start",
     "StartReceived",
     "StepDone",
@@ -128,10 +127,10 @@ class StopAndSave(Value):
     type: Literal["stop-and-save"] = "stop-and-save"
 
 
-class GoOn(Value):
+class Proceed(Value):
     """The answer at a milestone: continue training, and ask again at the next one."""
 
-    type: Literal["go-on"] = "go-on"
+    type: Literal["proceed"] = "proceed"
     milestone: int | None
 
 
@@ -190,21 +189,13 @@ class MilestoneReached(Value):
     report: StepReport
 
 
-class Question(Value):
-    """A question of the trial to a person; the trial continues after the answer."""
-
-    key: Message
-    question: Message
-    fields: Mapping[str, object]
-
-
 class TrialEnded(Value):
     """The last message of an attempt: the trial is finished or paused, asks, or (`interrupted`) saved as requested."""
 
     type: Literal["trial-ended"] = "trial-ended"
     reason: Message
     returned: bool = False
-    left: bool = False
+    ended_early: bool = False
     """Whether it ended because of a `Leave` with `for_good`."""
     interrupted: bool = False
     paused: bool = False
@@ -224,7 +215,7 @@ class Broke(Value):
     traceback: Message
 
 
-_ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | GoOn | Leave
+_ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | Proceed | Leave
 _FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | TrialEnded | Broke
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]

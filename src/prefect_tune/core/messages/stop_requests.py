@@ -30,7 +30,7 @@ class StopRequest(Document):
     write_id: str
     at: str
     reason: str
-    epoch: int
+    term: int
     """The number of the owner that is asked to end the experiment; later owners continue it. Ignored for a trial."""
     trial: TrialId | None = None
     """None for the whole experiment."""
@@ -47,7 +47,7 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
     Raises:
         CommitUnknown: the target did not say whether it wrote.
     """
-    number = len(experiment.heard) + 1
+    number = len(experiment.stop_requests) + 1
     while True:
         try:
             create_or_recognize(store, request_path(experiment.name, number), seal(request))
@@ -59,12 +59,12 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
 
 def is_journaled(experiment: Experiment, request: StopRequest) -> bool:
     """Return whether the experiment's owner has journaled the request."""
-    return request.write_id in experiment.heard
+    return request.write_id in experiment.stop_requests
 
 
 def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
     """Return whether no owner will read the request under this number, so that it has to be written again."""
-    return len(experiment.heard) >= number and not is_journaled(experiment, request)
+    return len(experiment.stop_requests) >= number and not is_journaled(experiment, request)
 
 
 def read_request(store: ObjectStore, experiment: str, number: int) -> StopRequest | None:
@@ -75,7 +75,7 @@ def read_request(store: ObjectStore, experiment: str, number: int) -> StopReques
     except ObjectNotFound:
         return None
     except (JournalCorrupt, UnknownVersion) as error:
-        return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), epoch=0, unreadable=True)
+        return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), term=0, unreadable=True)
 
 
 def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
@@ -88,11 +88,11 @@ def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
 def _why_refused(experiment: Experiment, request: StopRequest) -> str:
     if request.unreadable:
         return "it cannot be read"
-    if request.write_id in experiment.heard:
+    if request.write_id in experiment.stop_requests:
         return "it was journaled before"
     if request.trial is None:
-        old = request.epoch != experiment.epoch
-        return f"it was for owner {request.epoch}, and owner {experiment.epoch} has taken over" if old else ""
+        old = request.term != experiment.term
+        return f"it was for owner {request.term}, and owner {experiment.term} has taken over" if old else ""
     if request.trial not in experiment.trials:
         return f"there is no trial {request.trial!r}"
     trial = experiment.trial(request.trial)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
-from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
@@ -24,10 +24,10 @@ class TrialReply(Document):
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[1] = 1
-    answer: Annotated[GoOn | Leave | StopAndSave, Field(discriminator="type")]
+    answer: Annotated[Proceed | Leave | StopAndSave, Field(discriminator="type")]
 
 
-def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: GoOn | Leave | StopAndSave) -> None:
+def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: Proceed | Leave | StopAndSave) -> None:
     """Reply to an attempt that asks at `step`. The first reply counts: it was journaled before it was written.
 
     A message to stop, at step `UNASKED`, may also come from an external process when no owner is left to journal it.
@@ -38,7 +38,7 @@ def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: G
         return  # an earlier owner has sent the reply that the journal holds
 
 
-def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> GoOn | Leave | StopAndSave | None:
+def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> Proceed | Leave | StopAndSave | None:
     """Return the reply to the attempt at `step`; None while there is none.
 
     Raises:

@@ -23,8 +23,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     Entry,
     Event,
     Finished,
+    Forked,
     GaveUp,
-    Rebased,
     Reported,
     Started,
 )
@@ -65,7 +65,7 @@ class CallbackState(Document):
     version: Literal[1] = 1
     number: int
     write_id: str
-    heard: DeliveryPosition
+    position: DeliveryPosition
     state: Mapping[str, object] | None = None
     """The value that its `get_state` returned."""
 
@@ -107,8 +107,9 @@ class DeliveryTracker:
 
     def news(self, event: Event) -> Iterator[Delivered]:
         """Yield the event, or the events that it absorbs, if it has a hook and was not delivered before."""
-        if isinstance(event, Rebased):
-            self._set(event.trial, absorbed=event.absorbed)
+        if isinstance(event, Forked):
+            for trial, forked in (event.trials or {}).items():
+                self._set(trial, absorbed=forked.absorbed)
         elif isinstance(event, Absorbed):
             if event.number > self._mark(event.trial).absorbed:
                 for each in event.events:

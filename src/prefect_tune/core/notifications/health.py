@@ -128,7 +128,7 @@ class HealthMonitor:
         if (attempt := self._attempts.get(trial)) is not None:
             attempt.saves.renew(now)
 
-    def happened(self, now: float) -> None:
+    def queued(self, now: float) -> None:
         """Record that events wait for the experiment's journal."""
         self._unwritten.begin(now)
 

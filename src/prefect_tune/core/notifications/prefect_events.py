@@ -21,6 +21,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     Finished,
     GaveUp,
     Paused,
+    Quarantined,
+    Question,
     Requeued,
     Resumed,
     events_in,
@@ -100,9 +102,8 @@ VERSION = 1
 NOT_EMITTED = frozenset(
     (
         *("absorbed", "decided", "opened", "reported", "trial-added"),
-        *("claimed", "released", "retired", "pruned"),
-        *("adopted", "described", "fork-begun", "forked", "inherited", "learned", "rebased"),
-        *("removal-begun", "removal-given-up"),
+        *("claimed", "retired"),
+        *("adopted", "configured", "forked", "deletion"),
     )
 )
 """Types of journal events that are not emitted: there are many of them, or only the journal needs them."""
@@ -187,9 +188,15 @@ class ExperimentEnded(ExperimentEvent):
     """The number of events of trials that the rate limit left out."""
 
 
-def event_name(kind: type[Event]) -> str:
-    """Return the name of the Prefect event of a kind of journal event."""
-    return f"prefect-tune.{kind.model_fields['type'].default}"
+def event_name(event: Event) -> str:
+    """Return the name of the Prefect event of a journal event: its type, but for reinstatements and questions."""
+    match event:
+        case Quarantined(quarantined=False):
+            return "prefect-tune.reinstated"
+        case AttemptEnded(question=Question()):
+            return "prefect-tune.questioned"
+        case _:
+            return f"prefect-tune.{event.type}"
 
 
 def emitted_in(event: Event, before: Trial | None) -> Iterator[Event]:

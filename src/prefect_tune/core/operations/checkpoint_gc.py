@@ -146,12 +146,14 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
     if bad := {key: each for key, each in found.items() if isinstance(each, CheckpointCorrupt)}:
         require_still_needed(store, trial, bad, side_by_side=side_by_side)
     blobs = {path for each in found.values() if isinstance(each, Manifest) for path in each.blob_paths()}
-    return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
+    return blobs.union(
+        *side_by_side(lambda each: _quarantined_blobs(store, trial, each), state.quarantined_checkpoints)
+    )
 
 
-def _aside(store: ObjectStore, trial: TrialKey, aside: QuarantinedCheckpoint) -> frozenset[str]:
+def _quarantined_blobs(store: ObjectStore, trial: TrialKey, quarantined: QuarantinedCheckpoint) -> frozenset[str]:
     """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
-    ref = aside.checkpoint
+    ref = quarantined.checkpoint
     try:
         return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()
     except (CheckpointCorrupt, CheckpointNotFound):

@@ -1,6 +1,6 @@
 """Clone a checkpoint by its manifest: no byte is copied, and no byte is deleted while a clone needs it.
 
-First the cloning process, as an external writer, adds a claim to the journal of the trial that has the bytes (the
+First the cloning process, as a guest, adds a claim to the journal of the trial that has the bytes (the
 origin). That journal is one sequence: a claim before a checkpoint's retirement is known to every process that may
 delete it; after the retirement it cannot be claimed, unless another clone's claim still holds it. So a deletion
 needs no coordination, and a written claim holds. Then the manifest of the clone is created, and the clone's own
@@ -32,18 +32,17 @@ from prefect_tune.core.experiment.trial_transitions import (
     Status,
     Trial,
     is_acceptable,
-    is_aside,
     is_collectable,
     is_held,
     is_live,
+    is_quarantined,
 )
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events.experiment_events import (
     CheckpointRef,
     Claim,
     Claimed,
-    ExternalWriterEvent,
-    Released,
+    GuestEvent,
 )
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
@@ -102,19 +101,19 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
     if not original.lies_at(origin):
         raise CheckpointCorrupt(f"{source.manifest_path}: refers to bytes of another trial")
     key = CheckpointKey(trial=TrialKey(experiment=into.name, trial=trial), step=source.step, sequence=into.number)
-    claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, epoch=into.epoch)
+    claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, term=into.term)
     journal = journal_of(store, origin.trial)
-    say = partial(_claimed, origin=origin, claim=claim)
-    append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
-    said = newest_metadata(store, source.metadata_folder)
-    about = _about(original.about, said, into, trial, stamp)
+    events = partial(_claimed, origin=origin, claim=claim)
+    append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
+    metadata = newest_metadata(store, source.metadata_folder)
+    about = _about(original.about, metadata, into, trial, stamp)
     published = publish(store, key, _manifest_of_clone(original, origin, key, about))
     if published.origin != origin:
         raise AlreadyCommitted(f"{key.manifest_path}: holds a clone of {published.origin}")
     return ref_of(published)
 
 
-def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[ExternalWriterEvent]:
+def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestEvent]:
     if state.is_removed:
         raise InvalidInput(f"experiment {state.name!r} is being deleted: its checkpoints cannot be cloned")
     trial = trial_in(state, origin.trial)
@@ -123,14 +122,14 @@ def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Seque
     return () if claim in trial.claims else (Claimed(trial=origin.trial.trial, claim=claim),)
 
 
-def _about(original: About, said: Mapping[str, object] | None, into: Experiment, trial: str, stamp: Stamp) -> About:
+def _about(original: About, metadata: Mapping[str, object] | None, into: Experiment, trial: str, stamp: Stamp) -> About:
     """Describe the clone; its attempt is the trial's last one, since the attempt that starts from it comes next."""
     state = into.trials.get(trial)
     return original.model_copy(
         update={
             "attempt": state.attempt if state else 0,
-            "metadata": original.metadata if said is None else said,
-            "epoch": into.epoch,
+            "metadata": original.metadata if metadata is None else metadata,
+            "term": into.term,
             "write_id": stamp.write_id,
             "created_at": stamp.at,
             "parent": None,
@@ -196,8 +195,8 @@ def settle(
     over = claims_over(store, found, checkpoints, side_by_side=side_by_side)
     if not over:
         return found
-    say = partial(_released, trial=trial, clones={each.clone for each in over})
-    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+    events = partial(_released, trial=trial, clones={each.clone for each in over})
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     return _still_there(after, trial)
 
 
@@ -215,8 +214,8 @@ def release(
 ) -> int:
     """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
     journal = journal_of(store, origin.trial)
-    say = partial(_released, trial=origin.trial, clones={clone})
-    after = append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
+    events = partial(_released, trial=origin.trial, clones={clone})
+    after = append_as_guest(store, journal, events, stamp, side_by_side=side_by_side)
     return _collect_released(store, origin.trial, after, [origin], side_by_side)
 
 
@@ -230,13 +229,13 @@ def release_all(
     """
     doomed = set(origins)
 
-    def say(state: Experiment) -> Sequence[ExternalWriterEvent]:
+    def events(state: Experiment) -> Sequence[GuestEvent]:
         found = trial_in(state, trial)
         theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
         doomed.update(trial.checkpoint_key(each) for each in theirs)
-        return [Released(trial=trial.trial, clone=each.clone) for each in theirs]
+        return [Claimed(trial=trial.trial, claim=each, released=True) for each in theirs]
 
-    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=map)
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=map)
     return _collect_released(store, trial, after, doomed, map)
 
 
@@ -254,10 +253,10 @@ def _collect_released(
         return 0  # that trial's owner deletes them later, with its leftovers or the whole experiment
 
 
-def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[ExternalWriterEvent]:
+def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestEvent]:
     found = trial_in(state, trial)
     claims = found.claims if found else ()
-    return [Released(trial=trial.trial, clone=each.clone) for each in claims if each.clone in clones]
+    return [Claimed(trial=trial.trial, claim=each, released=True) for each in claims if each.clone in clones]
 
 
 def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> bool:
@@ -269,11 +268,11 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
     trial = trial_in(state, claim.clone.trial)
     if trial is not None and is_live(trial, claim.clone):
         return False
-    if trial is not None and is_aside(trial, claim.clone):
+    if trial is not None and is_quarantined(trial, claim.clone):
         return False  # it may be a checkpoint again
-    if state.epoch == claim.epoch:
+    if state.term == claim.term:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
-    return state.epoch > claim.epoch  # a journal of an earlier term is stale, and proves nothing
+    return state.term > claim.term  # a journal of an earlier term is stale, and proves nothing
 
 
 def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:

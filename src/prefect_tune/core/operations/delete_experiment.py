@@ -1,6 +1,6 @@
 """Delete a whole experiment; refuse while other experiments need its checkpoints, and release what it needs of others.
 
-First the deletion takes over every journal, the experiment's and then its trials' own, and writes `RemovalBegun` to
+First the deletion takes over every journal, the experiment's and then its trials' own, and writes a `Deletion` to
 each: the old owner's next write fails, the experiment cannot be opened, and its checkpoints cannot be cloned. In each
 journal a claim comes either before that entry, and is found, or after it, and is refused. If a claim is found, the
 deletion is cancelled. If none is, everything is deleted, the journals last, so that a repeated call finds and finishes
@@ -24,7 +24,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
-from prefect_tune.core.journal_events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
+from prefect_tune.core.journal_events.experiment_events import Claim, Deletion, Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
 from prefect_tune.core.recovery import is_deletion, read_manifest
@@ -95,7 +95,7 @@ def _read(removal: _Removal, key: JournalKey) -> LoadedJournal | None:
 
 def _with_trials(removal: _Removal, known: LoadedJournal) -> Sequence[LoadedJournal]:
     """Return the experiment's journal, and its trials' own journals."""
-    keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.apart]
+    keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.own_journal]
     own = removal.side_by_side(lambda key: _read(removal, key), keys)
     return [known, *(each for each in own if each is not None)]
 
@@ -128,12 +128,12 @@ def _seal(removal: _Removal, known: LoadedJournal) -> Experiment:
     key, store, stamp = known.experiment.key, removal.store, removal.stamp
     mapper = removal.side_by_side if key == removal.key else map
     opened = take_over(store, key, removal.owner, stamp, side_by_side=mapper, also=_removal_begun, known=known)
-    return opened if opened.is_removed else append(store, opened, [RemovalBegun()], _further(stamp, "again"))
+    return opened if opened.is_removed else append(store, opened, [Deletion()], _further(stamp, "again"))
 
 
 def _removal_begun(found: Experiment) -> Sequence[Event]:
     del found
-    return [RemovalBegun()]
+    return [Deletion()]
 
 
 def _further(stamp: Stamp, what: str) -> Stamp:
@@ -144,7 +144,9 @@ def _further(stamp: Stamp, what: str) -> Stamp:
 def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) -> None:
     """Create the journals of trials not begun yet, marked as removed: a supervisor that opens one later is refused."""
     there = {state.key for state in sealed}
-    trials = [trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.apart]
+    trials = [
+        trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.own_journal
+    ]
     keys = [key for trial in trials if (key := removal.of_trial(trial.trial)) not in there]
     list(removal.side_by_side(partial(_seal_if_not_begun, removal), keys))
 
@@ -158,7 +160,7 @@ def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:
     """Cancel the deletion in every journal, the experiment's last: until then another call cancels it again."""
 
     def keep(state: Experiment) -> None:
-        append(removal.store, state, [RemovalGivenUp()], _further(removal.stamp, "kept"))
+        append(removal.store, state, [Deletion(cancelled=True)], _further(removal.stamp, "kept"))
 
     list(removal.side_by_side(keep, [state for state in sealed if state.key != removal.key]))
     for state in sealed:
@@ -171,9 +173,9 @@ def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:
 
 def _require_unneeded(removal: _Removal, states: Sequence[Experiment]) -> None:
     trials = [(state.key, trial) for state in states for trial in state.trials.values() if trial.claims]
-    told_here = [trial for key, trial in trials if key.trial is not None or not trial.apart]
+    recorded_here = [trial for key, trial in trials if key.trial is not None or not trial.own_journal]
     needed = [
-        claim for found in removal.side_by_side(lambda trial: _needed(removal, trial), told_here) for claim in found
+        claim for found in removal.side_by_side(lambda trial: _needed(removal, trial), recorded_here) for claim in found
     ]
     if needed:
         others = ", ".join(sorted({repr(claim.clone.trial.experiment) for claim in needed}))

@@ -2,7 +2,7 @@
 
 A fork begins with the state of the origin's journal at that entry. Of a trial, that is what the experiment's journal
 had absorbed by then: later entries of the trial's own journal, and earlier ones not absorbed yet, are not part of
-it. The origin is only written to as an external writer, so it may be running.
+it. The origin is only written to as a guest, so it may be running.
 
 The first entry of the fork's journal names the origin. Then each trial gets a journal of its own, with its history
 and clones of its checkpoints. The last entry holds all the origin's events and completes the fork. An incomplete
@@ -24,18 +24,17 @@ from prefect_tune.core.journal_events.experiment_events import (
     Absorbed,
     Adopted,
     CheckpointRef,
-    Described,
+    Cloned,
+    Configured,
+    Deletion,
     Event,
-    ForkBegun,
     Forked,
+    ForkedTrial,
     ForkOrigin,
-    Inherited,
     Opened,
     Owner,
-    Rebased,
-    RemovalBegun,
-    RemovalGivenUp,
     StopAsked,
+    WarmStart,
 )
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
@@ -43,8 +42,8 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, require_conditional_create
 
 # A stop request that was not carried out by then was meant for the origin.
-_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp
-_NOT_OF_A_TRIALS_PAST = Opened | Absorbed | RemovalBegun | RemovalGivenUp
+_NOT_OF_THE_PAST = Opened | Adopted | Configured | StopAsked | Deletion
+_NOT_OF_A_TRIALS_PAST = Opened | Absorbed | Deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,19 @@ class Past:
     events: Sequence[Event]
     settings: Mapping[str, object]
     """The parameters of the fork."""
+    warm_starts: Sequence[WarmStart]
 
     @property
     def origin(self) -> ForkOrigin:
         """The entry that is forked."""
         found = self.experiment
         return ForkOrigin(experiment=found.name, number=found.number, digest=found.digest)
+
+    @property
+    def configured(self) -> Configured:
+        """The event that has the parameters of the fork, and all samples and warm starts of the origin."""
+        known = self.experiment.extensions
+        return Configured(settings=self.settings, extensions=known, warm_starts=tuple(self.warm_starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,16 @@ def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_
         raise InvalidInput(f"experiment {experiment!r} is being deleted: there is nothing to fork")
     if not found.is_whole:
         raise InvalidInput(f"experiment {experiment!r} is an incomplete fork: fork its origin, or complete it first")
-    if not all(trial.apart for trial in found.trials.values()):
+    if not all(trial.own_journal for trial in found.trials.values()):
         raise InvalidInput(f"experiment {experiment!r} is not a search: only searches can be forked")
-    events = [event for entry in entries for event in entry.events if not isinstance(event, _NOT_OF_THE_PAST)]
-    return Past(found, events, found.settings)
+    events = [event for entry in entries for event in entry.events]
+    warm_starts = [each for event in events if isinstance(event, Configured) for each in event.warm_starts]
+    return Past(found, list(filter(_is_of_the_past, events)), found.settings, warm_starts)
+
+
+def _is_of_the_past(event: Event) -> bool:
+    """Return whether a fork copies the event of its origin, which may be a fork itself."""
+    return not isinstance(event, _NOT_OF_THE_PAST) and not (isinstance(event, Forked) and event.trials is None)
 
 
 def deleted_since(
@@ -124,7 +136,7 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
 
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:
-            return [ForkBegun(origin=origin)]
+            return [Forked(origin=origin)]
         if found.is_removed:
             raise InvalidInput(f"experiment {name!r} is being deleted: use another name, or finish the deletion first")
         if found.origin != origin:
@@ -151,10 +163,11 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     histories = _histories(past.events)
     made = list(side_by_side(lambda trial: _forked(store, past, into, trial, histories, stamp), trials))
     _require_stays(store, past, into, side_by_side)
-    events = [Described(settings=past.settings), *past.events, *(rebased for rebased, _ in made), Forked()]
-    whole = append(store, into, events, stamp)
+    names = list(past.experiment.trials)
+    forked = Forked(origin=past.origin, trials={name: each for name, (each, _) in zip(names, made, strict=True)})
+    whole = append(store, into, [past.configured, *past.events, forked], stamp)
     write_due_segment(store, whole)
-    return Fork(whole, {rebased.trial: lost for rebased, lost in made if lost})
+    return Fork(whole, {name: lost for name, (_, lost) in zip(names, made, strict=True) if lost})
 
 
 def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap) -> None:
@@ -177,8 +190,9 @@ def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
         if isinstance(event, Absorbed):
             own = (each for each in event.events if not isinstance(each, _NOT_OF_A_TRIALS_PAST))
             found.setdefault(event.trial, []).extend(own)
-        elif isinstance(event, Rebased):
-            found.setdefault(event.trial, []).append(event)
+        elif isinstance(event, Forked):
+            for trial, forked in (event.trials or {}).items():
+                found.setdefault(trial, []).append(Forked(origin=event.origin, trials={trial: forked}))
     return found
 
 
@@ -189,11 +203,12 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
     trial: Trial,
     histories: Mapping[str, Sequence[Event]],
     stamp: Stamp,
-) -> tuple[Rebased, Sequence[CheckpointRef]]:
+) -> tuple[ForkedTrial, Sequence[CheckpointRef]]:
     """Give a trial its own journal, if it had one; return its checkpoints in the fork, and those that were lost."""
     if not trial.absorbed:
-        return Rebased(trial=trial.trial), ()
-    state = _opened(store, into, trial.trial, histories[trial.trial], stamp)
+        return ForkedTrial(), ()
+    begins = Forked(origin=past.origin, trials={trial.trial: ForkedTrial()})
+    state = _opened(store, into, trial.trial, (*histories[trial.trial], begins), stamp)
     lost: list[CheckpointRef] = []
     for ref, source in _missing(store, past.experiment.name, trial, state):
         inherited = _inherited(store, ref, source, state, _numbered(stamp, state))
@@ -203,17 +218,16 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
         state = append(store, state, [inherited], _numbered(stamp, state))
         write_due_segment(store, state)
     there = state.trial(trial.trial)
-    return Rebased(trial=trial.trial, checkpoints=there.checkpoints, absorbed=state.number), lost
+    return ForkedTrial(checkpoints=there.checkpoints, absorbed=state.number), lost
 
 
-def _opened(store: ObjectStore, into: Experiment, trial: str, past: Sequence[Event], stamp: Stamp) -> Experiment:
+def _opened(store: ObjectStore, into: Experiment, trial: str, first: Sequence[Event], stamp: Stamp) -> Experiment:
     if into.owner is None:
         raise InvalidInput(f"{into.key}: no owner has opened it")
     key = JournalKey(experiment=into.name, trial=trial)
-    first = (*past, Rebased(trial=trial))
     also = partial(_unless_there, first=first)
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
-    entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None
+    entry = history(store, key, side_by_side=map)[0] if opened.term > 1 else None
     if entry is not None and entry.events[1:] != first:
         raise InvalidInput(f"{key.folder}: holds remains of another experiment: use another name for the fork")
     return opened
@@ -229,7 +243,7 @@ def _missing(
     """Yield the checkpoints of the origin's trial that the fork's trial has not inherited yet, oldest first."""
     entries = history(store, state.key, side_by_side=map) if state.number > 1 else ()
     events = (event for entry in entries for event in entry.events)
-    there = {event.source for event in events if isinstance(event, Inherited)}
+    there = {event.source for event in events if isinstance(event, Cloned) and event.inherited}
     folder = TrialKey(experiment=origin, trial=trial.trial)
     for ref in trial.checkpoints:
         source = folder.checkpoint_key(ref)
@@ -239,14 +253,15 @@ def _missing(
 
 def _inherited(
     store: ObjectStore, ref: CheckpointRef, source: CheckpointKey, state: Experiment, stamp: Stamp
-) -> Inherited | None:
+) -> Cloned | None:
     """Clone a checkpoint; None where its bytes are deleted or damaged."""
     trial = source.trial.trial
     try:
         copy = clone(store, source, state, trial, stamp, side_by_side=map)
     except (CheckpointNotFound, CheckpointCorrupt):
         return None
-    return Inherited(trial=trial, checkpoint=copy.model_copy(update={"pinned": ref.pinned}), source=source)
+    copy = copy.model_copy(update={"pinned": ref.pinned})
+    return Cloned(trial=trial, checkpoint=copy, source=source, inherited=True)
 
 
 def _numbered(stamp: Stamp, state: Experiment) -> Stamp:

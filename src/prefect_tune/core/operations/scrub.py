@@ -11,10 +11,10 @@ from functools import partial
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_aside, is_live, live_keys
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live, is_quarantined, live_keys
 from prefect_tune.core.journal.journal import append_as_guest, trial_today
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
-from prefect_tune.core.journal_events.experiment_events import ExternallyQuarantined, ExternalWriterEvent, Reinstated
+from prefect_tune.core.journal_events.experiment_events import GuestEvent, Quarantined
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
@@ -23,12 +23,12 @@ from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 # Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
 #
 # The owner of a trial quarantines a checkpoint when it finds damage during a restore. A process that finds damage
-# at any other time writes an entry to the trial's journal as an external writer, as for a claim: the owner stays the
+# at any other time writes an entry to the trial's journal as a guest, as for a claim: the owner stays the
 # owner. From then on it neither restores the checkpoint nor reuses its blobs, nor those of any checkpoint as old:
 # they may share the damaged ones. The alternatives are worse: a request to the owner needs a running owner, and a
 # document of its own would be a second source of truth that every reader has to check.
 #
-# A running save may have reused blobs of the damaged checkpoint; it is not committed after the external entry
+# A running save may have reused blobs of the damaged checkpoint; it is not committed after the guest's entry
 # (`SaveOvertaken`), and its owner saves again. Nothing is deleted: the bytes stay until the trial retires the
 # checkpoint, so that it can be reinstated.
 
@@ -50,14 +50,14 @@ def quarantine(
         StoreUnavailable, CommitUnknown: call again.
     """
 
-    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+    def events(state: Experiment) -> Sequence[GuestEvent]:
         found = trial_in(state, trial)
         live = {key: reason for key, reason in damaged.items() if found and is_live(found, key)}
-        return [ExternallyQuarantined(trial=trial.trial, sequence=key.sequence, reason=live[key]) for key in live]
+        return [Quarantined(trial=trial.trial, sequence=key.sequence, reason=live[key]) for key in live]
 
     after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)
-    return [key for key in damaged if found and is_aside(found, key)]
+    return [key for key in damaged if found and is_quarantined(found, key)]
 
 
 def reinstate(
@@ -69,9 +69,10 @@ def reinstate(
     Raises as `quarantine`.
     """
 
-    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+    def events(state: Experiment) -> Sequence[GuestEvent]:
         found = trial_in(state, trial)
-        return [Reinstated(trial=trial.trial, sequence=key.sequence) for key in keys if found and is_aside(found, key)]
+        known = [key for key in keys if found and is_quarantined(found, key)]
+        return [Quarantined(trial=trial.trial, sequence=key.sequence, quarantined=False) for key in known]
 
     after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)

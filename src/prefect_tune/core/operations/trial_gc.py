@@ -2,15 +2,15 @@
 
 There are no waiting periods: an object may be deleted once the trial's journal holds a limit after it, that is a
 retirement (see `collect.is_collectable`). The owner writes one with each retirement. When a trial has ended, no save is
-running, and an external writer may write one (`Pruned`): the journal is one sequence, so that a process that starts the
+running, and a guest may write one (`Retired`): the journal is one sequence, so that a process that starts the
 trial again comes after that entry.
 
 Some trials end in the experiment's journal only: those that are given up, or not resumed. In its own journal such a
 trial waits, so that no save is running either, and a process that starts it again opens that journal first. So it has
-ended as long as no process has opened its journal since the experiment's journal absorbed it, and an external entry is
+ended as long as no process has opened its journal since the experiment's journal absorbed it, and a guest's entry is
 refused if such a process is faster. A trial that is running by its own journal may have a live owner: it is left alone.
 
-On a target that supports one writer only, no external entry is written: only objects that need no new limit are
+On a target that supports one writer only, no guest's entry is written: only objects that need no new limit are
 deleted, and `Collected.kept` says why the rest stays.
 
 The replies to trials on other machines are stored on the target, too. Attempt numbers only grow, so that replies to
@@ -25,10 +25,10 @@ from functools import partial
 
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal_events.experiment_events import Claim, Pruned
+from prefect_tune.core.journal_events.experiment_events import Claim, Retired
 from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
@@ -98,7 +98,9 @@ class _Subject:
         if found is None or found.phase in ENDED:
             return found
         known = self.known
-        elsewhere = known is not None and known.apart and known.phase in ENDED and state.opened_at <= known.absorbed
+        elsewhere = (
+            known is not None and known.own_journal and known.phase in ENDED and state.opened_at <= known.absorbed
+        )
         return found if elsewhere and found.phase in _WAITS else None
 
     def orphans(self, own: Trial) -> Sequence[Listed]:
@@ -130,7 +132,7 @@ class _Subject:
         return _Garbage(doomed, self.orphans(own), answers, len(left) - len(doomed))
 
     def needs_limit(self, state: Experiment) -> bool:
-        """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
+        """Return whether a guest may write a `Retired` entry, and it would free garbage."""
         return self.ended(state) is not None and self._is_young(state)
 
     def _is_young(self, state: Experiment) -> bool:
@@ -151,10 +153,10 @@ class _Subject:
         more = self.needs_limit(state) or bool(self.claims_over(own, held))
         return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
 
-    def pruned(self, state: Experiment, retires: Callable[[Trial], Sequence[int]] = lambda _: ()) -> Sequence[Pruned]:
-        """Return the external entry for the trial as it is in `state`; none unless it has ended."""
+    def pruned(self, state: Experiment, retires: Callable[[Trial], Sequence[int]] = lambda _: ()) -> Sequence[Retired]:
+        """Return a guest's retirement for the trial as it is in `state`; none unless it has ended."""
         found = self.ended(state)
-        return () if found is None else [Pruned(trial=self.trial.trial, retires=tuple(retires(found)))]
+        return () if found is None else [Retired(trial=self.trial.trial, retires=tuple(retires(found)))]
 
 
 def look_for_garbage(
@@ -268,20 +270,24 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
             return ()  # its experiment was deleted meanwhile
     if found is None or not _prunable(found, policy, needed):
         return ()
-    said: Sequence[Pruned] = ()
+    retirements: Sequence[Retired] = ()
 
-    def say(state: Experiment) -> Sequence[Pruned]:
-        nonlocal said
-        said = [each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires]
-        return said
+    def events(state: Experiment) -> Sequence[Retired]:
+        nonlocal retirements
+        retirements = [
+            each for each in subject.pruned(state, lambda now: _prunable(now, policy, needed)) if each.retires
+        ]
+        return retirements
 
-    append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
-    return [sequence for each in said for sequence in each.retires]
+    append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
+    return [sequence for each in retirements for sequence in each.retires]
 
 
 def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
-    aside = (each.sequence for each in retired_aside(trial.aside, trial.checkpoints, policy))
-    return [*retired(trial.checkpoints, policy), *aside]
+    quarantined = (
+        each.sequence for each in retired_quarantined(trial.quarantined_checkpoints, trial.checkpoints, policy)
+    )
+    return [*retired(trial.checkpoints, policy), *quarantined]
 
 
 def _prunable(trial: Trial, policy: Retention, needed: Collection[int]) -> Sequence[int]:

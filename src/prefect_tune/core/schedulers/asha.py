@@ -194,7 +194,7 @@ class PromotionSchedule(Climbing):
         rung = next((rung for rung in reversed(self._highest_first) if rung.paused), None)
         if rung is None:
             return None
-        return rung.paused[-1][2], Stop(reason=self._standing(rung, rung.paused[-1]))
+        return rung.paused[-1][2], Stop(reason=self._rank_text(rung, rung.paused[-1]))
 
     def exhausted(self) -> None:
         self._no_more = True
@@ -213,10 +213,10 @@ class PromotionSchedule(Climbing):
         if self._promotable() == trial:
             self.resumed(trial)
             return Continue()
-        return Pause(reason=self._standing(rung, place))
+        return Pause(reason=self._rank_text(rung, place))
 
     def _again(self, climb: Climb) -> Decision:
-        return Pause(reason=self._standing(*climb.paused)) if climb.paused else Continue()
+        return Pause(reason=self._rank_text(*climb.paused)) if climb.paused else Continue()
 
     def _release(self, trial: TrialId) -> None:
         climb = self._climbs[trial]
@@ -234,7 +234,7 @@ class PromotionSchedule(Climbing):
             return None
         return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
-    def _standing(self, rung: Rung, place: RungEntry) -> str:
+    def _rank_text(self, rung: Rung, place: RungEntry) -> str:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
         promoted = plural(rung.quota(self._brackets.reduction_factor), "is promoted", "are promoted")
         rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted}"

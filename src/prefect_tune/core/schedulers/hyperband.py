@@ -237,8 +237,8 @@ class _HyperbandSchedule(Schedule):
             else:
                 shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
                 continuing = plural(bracket.places, "continues", "continue")
-                standing = f"number {rank + 1} of {len(ranking)}, of which {continuing}"
-                self._to_stop[trial] = Stop(reason=f"{shown_loss}: {standing}")
+                rank_text = f"number {rank + 1} of {len(ranking)}, of which {continuing}"
+                self._to_stop[trial] = Stop(reason=f"{shown_loss}: {rank_text}")
 
     def _first_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)

@@ -90,7 +90,7 @@ class ParallelMap(Protocol):
     def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
 
 
-# Create an object only if absent, resolve an unknown outcome, and refuse external writers where it is not atomic.
+# Create an object only if absent, resolve an unknown outcome, and refuse guests where it is not atomic.
 
 ONE_WRITER = (
     "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "

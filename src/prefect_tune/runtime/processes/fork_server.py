@@ -179,7 +179,7 @@ def _new_subreaper(subreapers: dict[int, socket.socket], request: _ForkRequest) 
     try:
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:  # such as too many open files: trials that run must not end for that
-        _say(request.status, f"failed {error.errno}")
+        _send(request.status, f"failed {error.errno}")
         return None
     if (subreaper := _fork(request)) == 0:
         ours.close()
@@ -244,9 +244,9 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
 
     If it did not, the supervisor may kill this subreaper for being late, so it must not serve another trial.
     """
-    _say(status, f"born {os.getpid()} {trial}")
+    _send(status, f"born {os.getpid()} {trial}")
     by_itself = _ends_by_itself(trial, deaths, [status, *alive])
-    _say(status, f"ended {_end(trial, deaths)}")
+    _send(status, f"ended {_end(trial, deaths)}")
     return by_itself
 
 
@@ -373,11 +373,11 @@ def _fork(request: _ForkRequest) -> int:
     try:
         return os.fork()
     except OSError as error:
-        _say(request.status, f"failed {error.errno}")
+        _send(request.status, f"failed {error.errno}")
         return -1
 
 
-def _say(status: int, words: str) -> None:
+def _send(status: int, words: str) -> None:
     with suppress(OSError):  # the supervisor is gone
         os.write(status, words.encode())
 

@@ -183,13 +183,13 @@ class _Attempts:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = _broke(error)
-        self._say_end(ended)
+        self._send_end(ended)
         if not isinstance(ended, TrialEnded) or not ended.waits:
             return False
         free_memory()
         return True
 
-    def _say_end(self, ended: TrialEnded | Broke) -> None:
+    def _send_end(self, ended: TrialEnded | Broke) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:

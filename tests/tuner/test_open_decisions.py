@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.experiment.trial_transitions import Happening, Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.tuner.policy import SearchPolicy, standing_decision
+from prefect_tune.tuner.policy import SearchPolicy, open_decision
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
-ADDED = Happening(order=1, what="added")
+ADDED = PastEvent(order=1, what="added")
 ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
-def decided(decision: Decision) -> Happening:
-    return Happening(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+def decided(decision: Decision) -> PastEvent:
+    return PastEvent(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
 def policy_of(trial: Trial) -> SearchPolicy:
@@ -32,22 +32,22 @@ def policy_of(trial: Trial) -> SearchPolicy:
 @pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
 @pytest.mark.parametrize("status", ALL)
 def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
-    trial = Trial(trial="00000", config={}, status=status, past=(ADDED, decided(decision)))
-    standing = standing_decision(trial)
+    trial = Trial(trial="00000", config={}, phase=status, past=(ADDED, decided(decision)))
+    found = open_decision(trial)
     if status in (Phase.PENDING, Phase.RUNNING):
-        assert standing is not None
-        assert standing.decision == decision
+        assert found is not None
+        assert found.decision == decision
         assert policy_of(trial).milestone(trial) == 3
     else:
-        assert standing is None
+        assert found is None
         assert policy_of(trial).milestone(trial) == 9
 
 
 @pytest.mark.parametrize(
     "past",
-    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), Happening(order=3, what="resumed"))],
+    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PastEvent(order=3, what="resumed"))],
 )
-def test_nothing_else_stands(past: tuple[Happening, ...]) -> None:
+def test_nothing_else_stands(past: tuple[PastEvent, ...]) -> None:
     trial = Trial(trial="00000", config={}, past=past)
-    assert standing_decision(trial) is None
+    assert open_decision(trial) is None
     assert policy_of(trial).milestone(trial) == (3 if past == (ADDED,) else 9)
