@@ -17,6 +17,7 @@ from tools.house import (
     exemptions,
     full_folders,
     function_lines,
+    journeys,
     main,
     nesting,
     shared_class_names,
@@ -39,8 +40,19 @@ def only_function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
 def test_a_house_with_one_long_file_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "long.py").write_text("x = 1\n" * (FILE_LINES + 1))
+    (tmp_path / "CONTRIBUTING.md").touch()
     assert main(tmp_path) == 1
     assert "src/long.py:1: 601 lines" in capsys.readouterr().out
+
+
+def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "a.py").touch()
+    page = "```journey\nhere   tasks/a.py  gone/b.py\nthere  tasks/a.py\n```\n"
+    (tmp_path / "CONTRIBUTING.md").write_text(page)
+    counts, missing = journeys(tmp_path)
+    assert counts.endswith(": 2 files")
+    assert missing == ["CONTRIBUTING.md: a journey names gone/b.py, which does not exist"]
 
 
 def test_a_folder_with_one_file_too_many_is_a_violation() -> None:

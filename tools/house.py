@@ -13,6 +13,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -48,6 +49,8 @@ MEANT = {
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
 PREFECT_API = Path("src/prefect_tune/prefect_api")  # the one package that may lean on what Prefect does not promise
+
+_MAIN = "src/prefect_tune"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
@@ -297,6 +300,19 @@ def _is_entry_point(module: str) -> bool:
     return module.endswith("__init__") or module.split(".")[1] in ENTRY_POINTS
 
 
+def journeys(root: Path) -> tuple[str, list[str]]:
+    """Return the number of files of each journey that CONTRIBUTING.md draws, and the files that do not exist."""
+    drawn = re.findall(r"^```journey\n(.*?)^```", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    files = [re.findall(r"\S+\.py", each) for each in drawn]
+    missing = [
+        each for each in sorted({*chain(*files)}) if not any((root / room / each).exists() for room in ("", _MAIN))
+    ]
+    counts = ", ".join(str(len(set(each))) for each in files)
+    return f"journeys (a metric, a checkpoint's bytes, Resume to the first step): {counts} files", [
+        f"CONTRIBUTING.md: a journey names {each}, which does not exist" for each in missing
+    ]
+
+
 def main(root: Path) -> int:
     """Print violations and figures; return the exit code."""
     inside, beside = read_sources(root, ROOMS), read_sources(root, BESIDE)
@@ -312,6 +328,8 @@ def main(root: Path) -> int:
     found += [*exceeded, *full_folders([*package, *beside]), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     found += [each for source in (*package, *beside) for each in vague_names(source)]
+    drawn, missing = journeys(root)
+    found += missing
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])
     if middle > FUNCTION_LINES_MEDIAN:
@@ -323,6 +341,9 @@ def main(root: Path) -> int:
         f"median {middle:g}, longest {max(lengths, default=0)} lines; {len(found)} violations"
     )
     print(figures)
+    print(drawn)
+    tests = [source for source in beside if source.path.parts[0] == "tests"]
+    print(f"tests: {len(tests)} files, {sum(each.line_count for each in tests)} lines")
     return 1 if found else 0
 
 
