@@ -29,14 +29,15 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, load, read, take_over
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_steps
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.layout import JournalKey, journal_key, no_experiment
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.parameters.search_plan import Resuming
 from prefect_tune.prefect_api.task_runs import set_crashed
@@ -153,22 +154,22 @@ def check_target(target: StorageTarget) -> TargetCheck:
     return found
 
 
-@task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+@task(name="restore-experiment-state", task_run_name="open {key.experiment}", **RETRYING)
 def restore_experiment_state(
     target: StorageTarget,
-    experiment: str,
+    key: JournalKey,
     owner: Owner,
     stamp: Stamp,
     known: LoadedJournal | None = None,
 ) -> Experiment:
-    """Open `experiment` for `owner` and return its state; from now on every earlier owner's writes fail.
+    """Open an experiment for `owner` and return its state; from now on every earlier owner's writes fail.
 
     A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
     become waiting ones. An experiment that does not exist yet is opened as an empty one.
 
     Args:
         target: the storage target.
-        experiment: the experiment's name on the target.
+        key: the experiment's journal, as `read_journal` found it.
         owner: the flow run and process that open it, named in messages of superseded owners.
         stamp: write id and time of the entry that records the opening.
         known: the experiment, if the caller has just read it; saves a second read.
@@ -180,7 +181,7 @@ def restore_experiment_state(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
+        return _opened(store, key, target, Opening(owner, stamp, known=known), transfers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ def write_directly(
     return on_target(target, lambda store: append_entry(store, experiment, events, once))
 
 
-def experiment_id(target: StorageTarget, experiment: str) -> str | None:
+def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
     """Return the digest of the journal's first entry; None if there is no such experiment. Costs one request.
 
     It is unique: an experiment that was deleted and created again under the same name has another one.
@@ -321,22 +322,23 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
 
     def look(store: ObjectStore) -> str | None:
         try:
-            return digest_of(read_document(store, journal_key(experiment).entry_path(1), JournalCorrupt))
+            return digest_of(read_document(store, experiment.entry_path(1), JournalCorrupt))
         except ObjectNotFound:
             return None
 
     return on_target(target, look)
 
 
-def read_experiment(target: StorageTarget, experiment: str) -> Experiment:
+def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment:
     """Return the state of `experiment` without opening it, for read-only use."""
-    return read_journal(target, experiment).experiment
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        return load(store, experiment, side_by_side=transfers)
 
 
 def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
-    """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
+    """Find the journal that the name `experiment` means now, and read it, to be passed on as `known`."""
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return read(store, experiment, side_by_side=transfers)
+        return read(store, current_journal(store, experiment), side_by_side=transfers)
 
 
 def no_experiment_at(target: StorageTarget, experiment: str) -> str:

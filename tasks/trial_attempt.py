@@ -35,7 +35,6 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.task_runs import RUN_TRIAL, quiet_inner_tasks
@@ -168,7 +167,7 @@ def _journal_writer(spec: TrialSpec, request: AttemptRequest, link: SearchLink) 
 
 def _experiments_journal(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Read the experiment's journal, which the run that requested the attempt has opened."""
-    experiment, term = read_experiment(spec.target, spec.trial.experiment), request.search_epoch
+    experiment, term = read_experiment(spec.target, spec.trial.of_experiment), request.search_epoch
     if experiment.epoch != term:
         raise Superseded(
             f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.epoch}, {experiment.owner}, "
@@ -233,7 +232,10 @@ def _require_same_experiment(spec: TrialSpec, request: AttemptRequest) -> None:
         Superseded: there is no such experiment any more.
     """
     name = spec.trial.experiment
-    if not request.experiment_id or (found := experiment_id(spec.target, name)) == request.experiment_id:
+    if (
+        not request.experiment_id
+        or (found := experiment_id(spec.target, spec.trial.of_experiment)) == request.experiment_id
+    ):
         return
     what = "no longer exists" if found is None else "is a new one with the same name"
     raise Superseded(
@@ -269,7 +271,7 @@ def _exploit(spec: TrialSpec, exploit: Exploit, last_step: int | None, journal_w
     """
     trial = spec.trial.trial
     for source in (exploit.source, trial):
-        key = TrialKey(experiment=spec.trial.experiment, trial=source)
+        key = spec.trial.of_experiment.trial_key(source)
         try:
             into = skip_prefect_introspection(journal_writer.experiment)
             cloned = clone_checkpoint(spec.target, key, into, trial, new_write_id(), last_step=last_step)

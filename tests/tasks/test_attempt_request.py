@@ -50,6 +50,7 @@ from prefect_tune.tasks.attempt_supervisor import Done, Yielded
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
 from prefect_tune.tasks.trial_attempt import AttemptResult, next_start
+from tests.fakes.checkpoints import first_generation
 
 module = importlib.import_module("prefect_tune.tasks.trial_attempt")
 experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
@@ -67,7 +68,7 @@ class CommitHarness:
         self.target = target
         self.plan = TrialSpec(
             target=target,
-            trial=TrialKey(experiment="e", trial=TRIAL),
+            trial=TrialKey(experiment="e", generation=1, trial=TRIAL),
             trainable="",
             stopper="",
             needs_curve=False,
@@ -104,10 +105,10 @@ class CommitHarness:
             Started(trial=SOURCE, attempt=1, from_step=0),
         ]
         opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
-        state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
+        state = open_journal(self.target, JournalKey(experiment="e", generation=1, trial=SOURCE), opening)
         journal_writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
         for step in steps:
-            self._save(journal_writer, TrialKey(experiment="e", trial=SOURCE), step)
+            self._save(journal_writer, TrialKey(experiment="e", generation=1, trial=SOURCE), step)
         if ends:
             journal_writer.write(list(ends))
 
@@ -303,8 +304,10 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(harness: Commit
 
 def searched(target: LocalTarget) -> str:
     """Create the experiment; return its id."""
-    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_write_id()))
-    found = experiment_id(target, "e")
+    open_journal(
+        target, JournalKey(experiment="e", generation=1), Opening(Owner(name="it", host="h", pid=1), new_write_id())
+    )
+    found = experiment_id(target, first_generation("e"))
     assert found
     return found
 
@@ -312,7 +315,7 @@ def searched(target: LocalTarget) -> str:
 def test_orders_of_an_experiment_that_was_deleted_begin_nothing(harness: CommitHarness) -> None:
     late = replace(attempt_request(1), experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="no longer exists"):
             harness.given(late)
         assert list(store.list("")) == []
@@ -323,7 +326,7 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 ) -> None:
     late = replace(attempt_request(1, search_epoch=3), config={"x": 0}, experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
     now = replace(attempt_request(1), experiment_id=searched(harness.target))
     with pytest.raises(Superseded, match="is a new one with the same name"):
         harness.given(late)
@@ -339,7 +342,7 @@ def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
     began.append(Finished(trial=TRIAL, reason="enough"))
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
-    state = open_journal(harness.target, JournalKey(experiment="e"), opening)
+    state = open_journal(harness.target, JournalKey(experiment="e", generation=1), opening)
     monkeypatch.setattr(module, "write_entry", write_directly)
     harness.plan = replace(harness.plan, apart=False)
     result = harness.run(AttemptRequest(search_epoch=state.epoch))

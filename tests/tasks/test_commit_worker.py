@@ -43,8 +43,9 @@ from prefect_tune.tasks.checkpoints import delete_checkpoint
 from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from prefect_tune.tasks.trial_attempt import next_start
+from tests.fakes.checkpoints import first_generation
 
-TRIAL = TrialKey(experiment="e", trial="trial")
+TRIAL = TrialKey(experiment="e", generation=1, trial="trial")
 
 
 @dataclass
@@ -129,7 +130,7 @@ class CommitHarness:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
-            state = take_over(store, "e", owner, new_write_id(), side_by_side=map)
+            state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
@@ -153,11 +154,11 @@ class CommitHarness:
 
     def state(self) -> Trial:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return load(store, "e", side_by_side=map).trial(TRIAL.trial)
+            return load(store, first_generation("e"), side_by_side=map).trial(TRIAL.trial)
 
     def entries(self) -> Sequence[Entry]:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return history(store, "e", side_by_side=map)
+            return history(store, first_generation("e"), side_by_side=map)
 
     def reported(self) -> list[int]:
         events = [event for entry in self.entries() for event in entry.events]

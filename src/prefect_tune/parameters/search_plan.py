@@ -303,7 +303,7 @@ class SearchPlan(ValidatedParameters):
 
 
 def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
-    """Return how the trials of a search are trained, with a placeholder for the trial.
+    """Return how the trials of a search are trained, with a placeholder for the trial and its generation.
 
     Raises:
         InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
@@ -311,7 +311,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     silence = plan.silence_timeout_seconds
     return TrialSpec(
         target=plan.target,
-        trial=TrialKey(experiment=plan.experiment, trial="any"),
+        trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         trainable=pickled_or_path(plan.trainable),
         fingerprint=plan.fingerprint,
         stopper=pickled_or_path(stopper),

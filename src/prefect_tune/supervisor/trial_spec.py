@@ -62,7 +62,7 @@ class TrialSpec:
     @property
     def journal(self) -> JournalKey:
         """The journal that an attempt writes."""
-        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.apart else None)
+        return self.trial.journal if self.apart else self.trial.of_experiment
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from prefect_tune.suspension.resume_forms import (
     new_answers,
     pause_with,
 )
-from prefect_tune.tasks.experiment_state import read_experiment, read_known, restore_experiment_state
+from prefect_tune.tasks.experiment_state import read_journal, read_known, restore_experiment_state
 
 # Ask a trial's question in the terminal of the script that started the search.
 
@@ -204,7 +204,7 @@ def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
     plan = turn.plan
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
-    return restore_experiment_state(plan.target, plan.experiment, owner, new_write_id(), read)
+    return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
 
 def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
     try:
-        owner = read_experiment(target, experiment).owner
+        owner = read_journal(target, experiment).experiment.owner
     except TuneError:
         return False
     return owner is not None and owner.flow_run == flow_run.id

@@ -318,7 +318,9 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             log = get_run_logger()
             log_opening(now, state, slots, where, log)
             with (
-                StopRequestPoller(plan.target, name, len(state.heard), spec.sync.sync_period, stop) as stop_requests,
+                StopRequestPoller(
+                    plan.target, state.key, len(state.heard), spec.sync.sync_period, stop
+                ) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):
                 observers = ObserverGroup([metric_check, ExplorationCheck(objective, log), listener])

@@ -33,6 +33,7 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from tests.core.driver import KEY, Session, Witness
 from tests.core.protocol.invariants import violations
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -159,7 +160,7 @@ def opened_after(session: Session) -> Session:
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
     owner = new.opened_by()
-    new.experiment = journal.take_over(session.store, "e", owner, stamp, side_by_side=map)
+    new.experiment = journal.take_over(session.store, first_generation("e"), owner, stamp, side_by_side=map)
     return new
 
 

@@ -26,6 +26,7 @@ from prefect_tune.parameters.resume_compatibility import (
 )
 from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
@@ -42,7 +43,7 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
     """An experiment of three trials with this plan."""
     name = then.trainable.__name__
     added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
-    return after(nothing_yet("e"), [Described(settings=then.settings), *added, *news])
+    return after(nothing_yet(first_generation("e")), [Described(settings=then.settings), *added, *news])
 
 
 def gave_up(*trials: str) -> list[Event]:
@@ -205,7 +206,7 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
     state = searched(planned())
     say_space(state, planned(), LOG)
     say_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
-    say_space(nothing_yet("e"), planned(), LOG)
+    say_space(nothing_yet(first_generation("e")), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
     say_space(state, planned(space=other), LOG)
