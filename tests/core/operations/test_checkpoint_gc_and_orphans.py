@@ -320,7 +320,7 @@ def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
     session = trained(1)
     before = dict(objects(session))
     objects(session).clear()
-    with pytest.raises(StoreUnavailable, match="the journal's last entry is gone"):
+    with pytest.raises(StoreUnavailable, match="the experiment's first entry is gone"):
         session.finish()
     assert objects(session) == {}
     objects(session).update(before)

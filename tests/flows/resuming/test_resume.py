@@ -363,8 +363,32 @@ def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget
     with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
         delete_experiment("old", target=local_target)
     assert delete_experiment("new", target=local_target) > 0
-    assert not objects(local_target, "new")
+    assert list(objects(local_target, "new")) == ["new/generations/0000000002.json"]
     assert objects(local_target, "old/1/trials/00000/checkpoints") == before
     assert len(searched(local_target, num_samples=2).trials) == 2
     assert delete_experiment("old", target=local_target) > 0
-    assert not objects(local_target, "old")
+    assert list(objects(local_target, "old")) == ["old/generations/0000000002.json"]
+
+
+DEVELOPMENT = Path(__file__).parents[2] / "data" / "development_layout"
+
+
+def test_an_experiment_of_a_development_version_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    shutil.copytree(DEVELOPMENT, tmp_path / "target")
+    before = objects(target, "")
+    said = "was written by a development version of prefect-tune, before its first release, and is not read"
+    acts: list[Callable[[], object]] = [
+        lambda: pt.durable_trainable(train, {"x": 1}, target=target, experiment="training"),
+        lambda: pt.tune(train, {"x": 1}, target=target, experiment="asha", metric="loss", mode="min"),
+        lambda: pt.resume("pbt", target=target),
+        lambda: pt.resume("asha", target=target, fork="other"),
+        lambda: pt.load_results(target, "fork"),
+        lambda: delete_experiment("own", target=target),
+    ]
+    for act in acts:
+        with pytest.raises((pt.ResumeFailed, pt.UnknownVersion), match=said):
+            act()
+    left = objects(target, "")
+    assert {path: left[path] for path in before} == before
+    assert all(path.startswith(".") for path in left.keys() - before.keys())
