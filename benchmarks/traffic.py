@@ -93,7 +93,7 @@ def interrupted(after_blobs: int) -> tuple[Traffic, set[str]]:
         sink.fault = _refuse_after(after_blobs)
         with suppress(StoreRefused):
             _save(sink, directory, 1)
-        stored = set(sink.names("bucket/experiment/trials/trial/blobs"))
+        stored = set(sink.names("bucket/experiment/1/trials/trial/blobs"))
         sink.fault = lambda _request: None
         again = _save(sink, directory, 1)
         return again, stored & {request.path for request in sink.log if is_blob(request)}

@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.storage.layout import journal_key
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import Opening, append_entry, new_write_id, opened_journal
 from prefect_tune.storage_retries import CHECKING, RETRYING, skip_prefect_introspection
 from prefect_tune.stores.local.staging import transfer_pool
@@ -43,22 +43,22 @@ def check_target(target: StorageTarget) -> TargetCheck:
     return found
 
 
-@task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+@task(name="restore-experiment-state", task_run_name="open {key.experiment}", **RETRYING)
 def restore_experiment_state(
     target: StorageTarget,
-    experiment: str,
+    key: JournalKey,
     owner: Owner,
     stamp: Stamp,
     known: LoadedJournal | None = None,
 ) -> Experiment:
-    """Open `experiment` for `owner` and return its state; from now on every earlier owner's writes fail.
+    """Open an experiment for `owner` and return its state; from now on every earlier owner's writes fail.
 
     A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
     become waiting ones. An experiment that does not exist yet is opened as an empty one.
 
     Args:
         target: the storage target.
-        experiment: the experiment's name on the target.
+        key: the experiment's journal, as `read_journal` found it.
         owner: the flow run and process that open it, named in messages of superseded owners.
         stamp: write id and time of the entry that records the opening.
         known: the experiment, if the caller has just read it; saves a second read.
@@ -70,7 +70,7 @@ def restore_experiment_state(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return opened_journal(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
+        return opened_journal(store, key, target, Opening(owner, stamp, known=known), transfers)
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)

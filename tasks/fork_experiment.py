@@ -28,7 +28,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
-from prefect_tune.core.storage.layout import no_experiment
+from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import RETRYING, with_retries
@@ -76,10 +76,13 @@ def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | Non
 
     def look() -> Experiment | None:
         with _opened(target, request) as (store, transfers):
-            there = load(store, request.into, side_by_side=transfers)
-            if there.number or not load(store, request.experiment, side_by_side=transfers).number:
-                return None
-            return _past(store, request, there, transfers).experiment
+            there = _state(store, request.into, transfers)
+            origin = _state(store, request.experiment, transfers)
+            return (
+                None
+                if there.number or not origin.number
+                else _past(store, request, origin, there, transfers).experiment
+            )
 
     return with_retries(look)
 
@@ -94,18 +97,23 @@ def _opened(target: StorageTarget, request: ForkRequest) -> Iterator[tuple[Objec
             raise ResumeFailed(f"{where}: {error}. Nothing was started") from error
 
 
+def _state(store: ObjectStore, experiment: str, transfers: ParallelMap) -> Experiment:
+    return load(store, current_journal(store, experiment), side_by_side=transfers)
+
+
 def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, transfers: ParallelMap) -> Experiment:
-    there = load(store, request.into, side_by_side=transfers)
+    there = _state(store, request.into, transfers)
     if there.origin is not None and there.is_whole and _is_asked_for(there, request):
         return there
-    if not load(store, request.experiment, side_by_side=transfers).number:
+    origin = _state(store, request.experiment, transfers)
+    if not origin.number:
         raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
     log = get_run_logger()
-    past = _past(store, request, there, transfers)
+    past = _past(store, request, origin, there, transfers)
     past = replace(past, settings=_settings(past, request, target.signing_secret))
     if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
         raise CheckpointNotFound(f"{past.origin}: deleted since then: {_deleted_steps(gone)}. Nothing was started")
-    into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
+    into = begin_fork(store, there.key, past.origin, request.owner, request.stamp, side_by_side=transfers)
     made = fork(store, past, into, request.stamp, side_by_side=transfers)
     _log_fork(log, past, made)
     return made.experiment
@@ -116,11 +124,13 @@ def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: ParallelMap) -> Past:
+def _past(
+    store: ObjectStore, request: ForkRequest, origin: Experiment, there: Experiment, transfers: ParallelMap
+) -> Past:
     """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
     begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
     at = begun if request.at is None else request.at
-    past = past_of(store, request.experiment, at, side_by_side=transfers)
+    past = past_of(store, origin.key, at, side_by_side=transfers)
     if not past.settings:
         raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past

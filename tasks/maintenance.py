@@ -19,8 +19,15 @@ from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadabl
 from prefect_tune.core.notifications.prefect_events import best_checkpoints
 from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect, quarantine
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, experiment_names
-from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.storage.generations import (
+    current_journal,
+    delete_objects_before,
+    names_among,
+    names_with_dead_objects,
+    objects_before,
+)
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import RETRYING, on_target
 from prefect_tune.stores.local.staging import transfer_pool
@@ -38,6 +45,8 @@ class CollectedTrials:
     trials: tuple[Collected, ...]
     skipped_count: int = 0
     unreadable: tuple[Unreadable, ...] = ()
+    dead: Sequence[Listed] = ()
+    """Objects that deleted experiments of the same name have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +67,13 @@ class Sample:
     """The time after which no further checkpoint is read."""
 
 
-@task(name="verify-checkpoints", task_run_name="verify {experiment}", **RETRYING)
+@task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **RETRYING)
 def verify_checkpoints(
     target: StorageTarget,
-    experiment: str,
+    journal: JournalKey,
     sample: Sample,
 ) -> Inspection:
-    """Read the sampled live checkpoints of `experiment` and check every byte; write nothing. See `scrub`.
+    """Read the sampled live checkpoints of an experiment and check every byte; write nothing. See `scrub`.
 
     Raises:
         JournalCorrupt, UnknownVersion: the journal cannot be read.
@@ -72,14 +81,14 @@ def verify_checkpoints(
     """
     limits = ScrubLimits(sample.max_bytes, _has_time(sample.until))
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, experiment, side_by_side=transfers)
+        state = load(store, journal, side_by_side=transfers)
         return inspect(store, state, sample.share, limits, side_by_side=transfers)
 
 
-@task(name="quarantine-checkpoints", task_run_name="quarantine of {experiment}", **RETRYING)
+@task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **RETRYING)
 def quarantine_checkpoints(
     target: StorageTarget,
-    experiment: str,
+    journal: JournalKey,  # noqa: ARG001  it names the task run
     damaged: Mapping[CheckpointKey, str],
 ) -> Sequence[CheckpointKey]:
     """Quarantine damaged checkpoints, also while another process owns the journal; return those now quarantined.
@@ -94,14 +103,14 @@ def quarantine_checkpoints(
         def quarantined(trial: TrialKey) -> Sequence[CheckpointKey]:
             return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
 
-        found, _ = _each(store, experiment, quarantined, by_trial)  # nothing is quarantined in an unreadable journal
+        found, _ = _each(store, quarantined, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]
 
 
-@task(name="prune-checkpoints", task_run_name="prune {experiment}", **RETRYING)
+@task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **RETRYING)
 def prune_checkpoints(
     target: StorageTarget,
-    experiment: str,
+    journal: JournalKey,
     policy: Retention,
     *,
     dry_run: bool = False,
@@ -112,7 +121,7 @@ def prune_checkpoints(
     `collect_garbage` deletes the retired checkpoints. Raises as `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, experiment, side_by_side=transfers)
+        state = load(store, journal, side_by_side=transfers)
         if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
         best, best_saved = best_of(state), best_checkpoints(state, objective_in(state.settings))
@@ -125,14 +134,14 @@ def prune_checkpoints(
                 return look_for_prunable(store, key, policy, side_by_side=map, known=known, needed=needed)
             return prune(store, key, policy, new_write_id(), side_by_side=map, known=known, needed=needed)
 
-        found, unreadable = _each(store, experiment, retired, keys, transfers)
+        found, unreadable = _each(store, retired, keys, transfers)
         return PrunedTrials(sum(len(each) for each in found), unreadable)
 
 
-@task(name="collect-garbage", task_run_name="collect {experiment}", **RETRYING)
+@task(name="collect-garbage", task_run_name="collect {journal.experiment}", **RETRYING)
 def collect_garbage(
     target: StorageTarget,
-    experiment: str,
+    journal: JournalKey,
     *,
     dry_run: bool = False,
     until: datetime | None = None,
@@ -147,7 +156,7 @@ def collect_garbage(
     """
     has_time = _has_time(until)
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, experiment, side_by_side=transfers)
+        state = load(store, journal, side_by_side=transfers)
         keys = [_key(state, trial) for trial in state.trials.values()]
 
         def tidy(key: TrialKey) -> Collected | None:
@@ -158,14 +167,15 @@ def collect_garbage(
                 return look_for_garbage(store, key, side_by_side=map, known=known)
             return collect_from(store, key, new_write_id(), side_by_side=map, known=known)
 
-        found, unreadable = _each(store, experiment, tidy, keys, transfers)
+        found, unreadable = _each(store, tidy, keys, transfers)
         done = tuple(each for each in found if each is not None)
-        return CollectedTrials(done, len(found) - len(done), unreadable)
+        look_for_dead = objects_before if dry_run else delete_objects_before
+        dead = look_for_dead(store, journal.experiment, journal.generation)
+        return CollectedTrials(done, len(found) - len(done), unreadable, dead)
 
 
 def _each(
     store: ObjectStore,
-    experiment: str,
     act: Callable[[TrialKey], _Result],
     trials: Iterable[TrialKey],
     transfers: ParallelMap = map,
@@ -173,27 +183,30 @@ def _each(
     """Run `act` for each trial; return the results, and the trials whose objects cannot be read, without failing."""
 
     def done(trial: TrialKey) -> _Result | Unreadable:
-        place = JournalKey(experiment=experiment, trial=trial.trial)
-        return unless_unreadable(store, place, trial.folder, lambda: act(trial))
+        return unless_unreadable(store, trial.journal, trial.folder, lambda: act(trial))
 
     found = list(transfers(done, trials))
     unreadable = tuple(each for each in found if isinstance(each, Unreadable))
     return [each for each in found if not isinstance(each, Unreadable)], unreadable
 
 
-def is_there(target: StorageTarget, experiment: str) -> bool:
-    """Return whether the experiment exists, that is, has a first entry: deletion removes that entry first."""
-    first = JournalKey(experiment=experiment).entry_path(1)
-    return on_target(target, lambda store: store.size(first) is not None)
+def journal_named(target: StorageTarget, experiment: str) -> JournalKey:
+    """Return the journal that an experiment's name means now. Raises as `current_journal`."""
+    return on_target(target, lambda store: current_journal(store, experiment))
 
 
 def names_on(target: StorageTarget) -> Sequence[str]:
-    """Return the names of the experiments on `target`."""
-    return on_target(target, experiment_names, timedelta(minutes=10))
+    """Return the names of the experiments on `target`, and those of which deleted ones have left objects."""
+
+    def look(store: ObjectStore) -> Sequence[str]:
+        paths = [each.path for each in store.list("")]
+        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
+
+    return on_target(target, look, timedelta(minutes=10))
 
 
 def _key(state: Experiment, trial: Trial) -> TrialKey:
-    return TrialKey(experiment=state.name, trial=trial.trial)
+    return state.trial_key(trial.trial)
 
 
 def _has_time(until: datetime | None) -> Callable[[], bool]:

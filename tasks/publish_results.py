@@ -57,7 +57,7 @@ def publish_results(
 def _publish(
     store: ObjectStore, experiment: Experiment, objective: Objective | None, rows: Rows, table: pa.Table
 ) -> str:
-    path = results_path(experiment.name, rows, experiment.number)
+    path = results_path(experiment.key, rows, experiment.number)
     about = {
         "experiment": experiment.name,
         "entry": str(experiment.number),
@@ -68,13 +68,13 @@ def _publish(
         about["objective"] = objective.model_dump_json()
     with suppress(AlreadyExists):  # the name holds the entry's number, and the entry decides the content
         store.create(path, as_parquet(table, about))
-    delete_older_results(store, experiment.name, rows, experiment.number)
+    delete_older_results(store, experiment.key, rows, experiment.number)
     return path
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     """Return the valid reports, one per row: the published file of exactly this state, or else from the journal."""
-    path = results_path(experiment.name, "reports", experiment.number)
+    path = results_path(experiment.key, "reports", experiment.number)
     try:
         found = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
     except (ObjectNotFound, JournalCorrupt):  # a file that is too large is not one of ours

@@ -344,7 +344,7 @@ def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_p
 @pytest.mark.parametrize("what", ["blobs/*", "checkpoints/*/manifest.json"])
 def test_the_script_on_the_page_finds_altered_bytes(tmp_path: Path, what: str) -> None:
     write_experiment(tmp_path / "target", "first", [2])
-    (altered,) = tmp_path.glob(f"target/first/trials/trial/{what}")
+    (altered,) = tmp_path.glob(f"target/first/1/trials/trial/{what}")
     data = altered.read_bytes()
     altered.chmod(0o644)
     altered.write_bytes(data.replace(b"\x02\x02", b"\x02\x03", 1).replace(b'"attempt":1', b'"attempt":2'))
@@ -354,7 +354,7 @@ def test_the_script_on_the_page_finds_altered_bytes(tmp_path: Path, what: str) -
 
 
 def newest_manifest(target: Path) -> Path:
-    return max(target.glob("first/trials/trial/checkpoints/*/manifest.json"))
+    return max(target.glob("first/1/trials/trial/checkpoints/*/manifest.json"))
 
 
 def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "report.png"
 SIZE = (1000, 2480)
-_KILLED_AT = "runs/digits/trials/00015"
+_KILLED_AT = "runs/digits/1/trials/00015"
 """As soon as this trial has begun."""
 _TRAINABLE = """
 import math, random, time

@@ -48,7 +48,7 @@ def _readable(results: pt.Results, trial: str) -> Iterator[bool]:
     """Yield whether each checkpoint of a trial, with every byte verified, holds the state of its step."""
     from prefect_tune.core.storage.layout import TrialKey
 
-    key = TrialKey(experiment=NAME, trial=trial)
+    key = TrialKey(experiment=NAME, generation=1, trial=trial)
     for ref in results.trials[trial].checkpoints:
         with results.target.checkpoint(key.checkpoint_key(ref)).as_directory() as folder:
             yield holds(str(folder), ref.step)

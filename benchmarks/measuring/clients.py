@@ -71,7 +71,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
     from prefect_tune.stores.obstore_store import ObstoreStore, client_times
 
-    trial = TrialKey(experiment="experiment", trial="trial")
+    trial = TrialKey(experiment="experiment", generation=1, trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)
     parent = CheckpointKey(trial=trial, step=step - 1, sequence=step - 1) if step > 1 else None
     about = About(attempt=1, term=1, write_id=f"write-{step}", created_at="2026-11-02T10:00:00+00:00")

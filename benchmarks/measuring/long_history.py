@@ -23,6 +23,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.storage.layout import JournalKey
 from tests.fakes.stores.memory_store import MemoryStore
 
 __all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_history"]
@@ -62,7 +63,9 @@ def write_history(trial_count: int) -> History:
     So the number of entries has as many nines as it can have, and opening reads as much as it can.
     """
     entries, segments = _Watched(), _Watched()
-    state = journal.take_over(entries.store, NAME, OWNER, new_stamp(0), side_by_side=map)
+    state = journal.take_over(
+        entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0), side_by_side=map
+    )
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
         segments.watch(partial(write_due_segment, segments.store, state))

@@ -21,6 +21,7 @@ from benchmarks.measuring.long_history import NAME, OWNER, new_stamp
 from benchmarks.measuring.resident import resident_bytes
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.posix_store import PosixStore
@@ -80,12 +81,14 @@ class _Counted:
 
 def _load(store: ObjectStore) -> Experiment:
     with transfer_pool() as transfers:
-        return journal.load(store, NAME, side_by_side=transfers)
+        return journal.load(store, JournalKey(experiment=NAME, generation=1), side_by_side=transfers)
 
 
 def _own(store: ObjectStore) -> Experiment:
     with transfer_pool() as transfers:
-        return journal.take_over(store, NAME, OWNER, new_stamp(1 << 99), side_by_side=transfers)
+        return journal.take_over(
+            store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99), side_by_side=transfers
+        )
 
 
 def _main() -> None:

@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.models import StepReport, flat
-from prefect_tune.core.storage.layout import Rows, TrialKey
+from prefect_tune.core.storage.layout import JournalKey, Rows
 from prefect_tune.core.storage.object_store import Buffer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def trials_as_arrow(experiment: Experiment) -> pa.Table:
 
     def built(columns: _Columns) -> dict[str, pa.Array]:
         return {
-            name: pa.array([value(experiment.name, each) for each in trials], kind)
+            name: pa.array([value(experiment.key, each) for each in trials], kind)
             for name, (kind, value) in columns.items()
         }
 
@@ -97,13 +97,13 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 # ---------------------------------------------------------------------------------------------- the columns
 
 
-def _newest_path(experiment: str, trial: Trial) -> str | None:
-    key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+def _newest_path(experiment: JournalKey, trial: Trial) -> str | None:
+    key = newest_key(experiment.trial_key(trial.trial), trial)
     return key.folder if key else None
 
 
-_Columns: TypeAlias = Mapping[str, tuple[str, Callable[[str, Trial], object]]]
-"""The type of each column that every experiment has, and its value for an experiment's name and a trial."""
+_Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
+"""The type of each column that every experiment has, and its value for an experiment's key and a trial."""
 _FIRST: _Columns = {
     "trial": ("string", lambda _, trial: trial.trial),
     "status": ("string", lambda _, trial: str(trial.status)),

@@ -27,14 +27,15 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, load, read, take_over
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events.experiment_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_steps
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.layout import JournalKey, journal_key, no_experiment
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.prefect_api.task_runs import set_crashed
 from prefect_tune.storage_retries import on_target, with_retries
@@ -142,7 +143,7 @@ def write_directly(
     return on_target(target, lambda store: append_entry(store, experiment, events, once))
 
 
-def experiment_id(target: StorageTarget, experiment: str) -> str | None:
+def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
     """Return the digest of the journal's first entry; None if there is no such experiment. Costs one request.
 
     It is unique: an experiment that was deleted and created again under the same name has another one.
@@ -150,22 +151,23 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
 
     def look(store: ObjectStore) -> str | None:
         try:
-            return digest_of(read_document(store, journal_key(experiment).entry_path(1), JournalCorrupt))
+            return digest_of(read_document(store, experiment.entry_path(1), JournalCorrupt))
         except ObjectNotFound:
             return None
 
     return on_target(target, look)
 
 
-def read_experiment(target: StorageTarget, experiment: str) -> Experiment:
+def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment:
     """Return the state of `experiment` without opening it, for read-only use."""
-    return read_journal(target, experiment).experiment
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        return load(store, experiment, side_by_side=transfers)
 
 
 def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
-    """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
+    """Find the journal that the name `experiment` means now, and read it, to be passed on as `known`."""
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        return read(store, experiment, side_by_side=transfers)
+        return read(store, current_journal(store, experiment), side_by_side=transfers)
 
 
 def no_experiment_at(target: StorageTarget, experiment: str) -> str:

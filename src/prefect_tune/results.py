@@ -36,7 +36,8 @@ from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
 from prefect_tune.core.models import StepReport, first_line, flat, metric_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.storage.layout import JournalKey, Rows, TrialKey, no_experiment
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.layout import Rows
 from prefect_tune.core.texts import nearest
 from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
@@ -79,7 +80,7 @@ def load_results(
     """
     place = resolve_existing(target)
     with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-        state = load(store, experiment, side_by_side=transfers)
+        state = load(store, current_journal(store, experiment), side_by_side=transfers)
         if not state.number:
             raise InvalidInput(no_experiment(store, experiment, place.uri))
     return Results(state, place, _compared_by(objective_in(state.settings), metric, mode))
@@ -223,7 +224,7 @@ class Results:
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
         known = self._trial(trial)
-        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.own_journal else None)
+        journal = self.experiment.key.of_trial(known.trial) if known.own_journal else self.experiment.key
         last = known.absorbed if known.own_journal else self.experiment.number
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             entries = history(store, journal, side_by_side=transfers)
@@ -232,7 +233,7 @@ class Results:
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         (known,) = self._today(trial)
-        key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
+        key = newest_key(self.experiment.trial_key(known.trial), known)
         return self.target.checkpoint(key) if key else None
 
     def best_checkpoint(
@@ -260,7 +261,7 @@ class Results:
         saved = {each.trial: best_saved(each.checkpoints, objective) for each in self._today(trial)}
         compared = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
         for name, _ in smallest_first(compared)[:1]:
-            folder = TrialKey(experiment=self.experiment.name, trial=name)
+            folder = self.experiment.trial_key(name)
             return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
         return None
 
@@ -269,10 +270,10 @@ class Results:
         trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
         if all(each.phase in ENDED for each in trials):
             return trials
-        name = self.experiment.name
+        key = self.experiment.key
         with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             return [
-                each if each.phase in ENDED else trial_today(store, name, each, side_by_side=transfers)
+                each if each.phase in ENDED else trial_today(store, key, each, side_by_side=transfers)
                 for each in trials
             ]
 

@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.settings_signature import has_signature, is_signed, signed, unsigned
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.journal_access import read_known
+from prefect_tune.journal_access import read_experiment
 from prefect_tune.parameters.import_check import is_module_name, why_not_defined
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_plan import OPTIONS
@@ -401,18 +401,18 @@ def _why_not_own(target: StorageTarget, known: Experiment) -> str:
     if target.may_hang:
         return "the target is a network mount"
     try:
-        journals = [JournalKey(experiment=name) for name in _with_origins(target, known)]
+        journals = _with_origins(target, known)
     except TuneError as error:
         return str(error)
     return why_not_own(Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)])
 
 
-def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[str]:
-    names, origin = [known.name], known.origin
-    while origin is not None and origin.experiment not in names:
-        names.append(origin.experiment)
-        origin = read_known(target, origin.experiment).experiment.origin
-    return names
+def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[JournalKey]:
+    keys, origin = [known.key], known.origin
+    while origin is not None and origin.key not in keys:
+        keys.append(origin.key)
+        origin = read_experiment(target, origin.key).origin
+    return keys
 
 
 def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:

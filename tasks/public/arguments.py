@@ -19,7 +19,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import ExperimentName, StepReport, TrialId
-from prefect_tune.core.storage.layout import TrialKey, experiment_names
+from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.texts import did_you_mean
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.options import ValidatedParameters
@@ -100,11 +100,6 @@ class TrialArguments(ExperimentArguments):
     """The trial that a task reads or writes."""
 
     trial: TrialId
-
-    @property
-    def folder(self) -> TrialKey:
-        """The trial's place on the target."""
-        return TrialKey(experiment=self.experiment, trial=self.trial)
 
 
 class SaveArguments(TrialArguments):

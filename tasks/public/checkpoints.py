@@ -41,7 +41,8 @@ from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Ev
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.recovery import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.generations import current_journal
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
 from prefect_tune.parameters.forms import TargetLike
@@ -148,7 +149,6 @@ class _Save:
     def __init__(self, asked: SaveArguments) -> None:
         self._asked = asked
         self._target = asked.target
-        self._folder = asked.folder
         self._report = asked.report
         self._log = run_log()
         # A retry of the task is the same save: it recognizes what an earlier try wrote and got no reply for.
@@ -157,7 +157,8 @@ class _Save:
     def committed(self) -> CommittedCheckpoint:
         """Save and journal the checkpoint; `SaveOvertaken` if another task has changed the trial meanwhile."""
         _require_files(self._asked.directory)
-        state = own(self._target, self._folder.experiment)
+        state = own(self._target, self._asked.experiment)
+        self._folder = state.trial_key(self._asked.trial)
         if (found := self._existing(state)) is not None:
             return committed_checkpoint(self._target, self._folder, found)
         state = begin_attempt(self._target, state, self._folder, self._report.step, self._log)
@@ -243,7 +244,7 @@ class _Save:
         try:
             return write(self._target, state, trial, events)
         except SaveOvertaken:
-            now = own(self._target, self._folder.experiment)
+            now = own(self._target, self._asked.experiment)
             if is_overtaken(now.trial(trial), key.sequence):
                 self._abandon(now)
             raise
@@ -312,9 +313,9 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
     """
     asked = RestoreArguments(**locals())
     for _ in range(_TRIES):
-        found = _trial_at(asked)
+        folder, found = _trial_at(asked)
         with suppress(_RetiredMeanwhileError):
-            restored = _newest_good(asked, found)
+            restored = _newest_good(asked, folder, found)
             if restored is None and (missing := _misspelt(asked)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
@@ -327,7 +328,7 @@ def restore_checkpoint(  # noqa: PLR0913 - the place, and where the files go, ea
 def _misspelt(asked: RestoreArguments) -> str:
     """Return that the experiment or the trial is not on the target, if its name may be misspelt; else an empty text."""
     with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
-        state = load(store, asked.experiment, side_by_side=transfers)
+        state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
     if not state.number:
         hint = similar_experiment(asked.target, asked.experiment)
         return f"There is no experiment {asked.experiment!r} at {asked.target.uri}{hint}" if hint else ""
@@ -335,15 +336,17 @@ def _misspelt(asked: RestoreArguments) -> str:
     return f"Experiment {asked.experiment!r} at {asked.target.uri} has no trial {asked.trial!r}{hint}" if hint else ""
 
 
-def _trial_at(asked: RestoreArguments) -> Trial | None:
+def _trial_at(asked: RestoreArguments) -> tuple[TrialKey, Trial | None]:
     with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
-        known = load(store, asked.experiment, side_by_side=transfers).trials.get(asked.trial)
-        return trial_today(store, asked.experiment, known, side_by_side=transfers) if known else None
+        journal = current_journal(store, asked.experiment)
+        known = load(store, journal, side_by_side=transfers).trials.get(asked.trial)
+        today = trial_today(store, journal, known, side_by_side=transfers) if known else None
+        return journal.trial_key(asked.trial), today
 
 
-def _newest_good(asked: RestoreArguments, found: Trial | None) -> RestoredCheckpoint | None:
+def _newest_good(asked: RestoreArguments, folder: TrialKey, found: Trial | None) -> RestoredCheckpoint | None:
     for checkpoint in _candidates(asked, found):
-        key = asked.folder.checkpoint_key(checkpoint)
+        key = folder.checkpoint_key(checkpoint)
         try:
             path = asked.target.checkpoint(key).to_directory(asked.directory, timeout=asked.timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as damage:
@@ -443,7 +446,9 @@ def delete_checkpoint(
     if not doomed:
         return 0
     found = state.trial(asked.trial)
-    return engine.delete_checkpoint.fn(asked.target, asked.folder, found, doomed, timeout_seconds=asked.timeout_seconds)
+    return engine.delete_checkpoint.fn(
+        asked.target, state.trial_key(asked.trial), found, doomed, timeout_seconds=asked.timeout_seconds
+    )
 
 
 def _require_trial(asked: DeleteArguments) -> None:
@@ -464,10 +469,10 @@ def _retired(asked: DeleteArguments) -> tuple[Experiment, Sequence[CheckpointKey
     every = (*found.checkpoints, *(each.checkpoint for each in found.quarantined_checkpoints))
     going = [each for each in every if each.step == asked.step]
     if not going:
-        return state, _left_over(asked, found)
+        return state, _left_over(asked, state.trial_key(asked.trial), found)
     events = [Retired(trial=asked.trial, retires=tuple(each.sequence for each in going)), *_going_back(found, going)]
     state = write(asked.target, state, asked.trial, events)
-    return state, [asked.folder.checkpoint_key(each) for each in going]
+    return state, [state.trial_key(asked.trial).checkpoint_key(each) for each in going]
 
 
 def _going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]:
@@ -480,9 +485,9 @@ def _going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]
     return restarted(found.model_copy(update={"checkpoints": left}), why)
 
 
-def _left_over(asked: DeleteArguments, found: Trial) -> Sequence[CheckpointKey]:
+def _left_over(asked: DeleteArguments, folder: TrialKey, found: Trial) -> Sequence[CheckpointKey]:
     """Return checkpoints of the step that an earlier call has retired, and not deleted."""
     with asked.target.open(timeout=_LOOK) as store:
-        listed = store.list(asked.folder.checkpoints)
-    keys = (CheckpointKey.from_manifest_path(asked.folder, each.path) for each in listed)
+        listed = store.list(folder.checkpoints)
+    keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in listed)
     return [key for key in keys if key and key.step == asked.step and is_collectable(found, key)]

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef
 from prefect_tune.core.models import Value
-from prefect_tune.core.storage.layout import TrialKey, below
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
 
 __all__ = ["CommittedCheckpoint", "ExperimentState", "RestoredCheckpoint", "TrialState"]
 
@@ -107,11 +107,11 @@ def committed_checkpoint(
     )
 
 
-def trial_state(target: StorageTarget, experiment: str, trial: Trial) -> TrialState:
+def trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> TrialState:
     """Return the public state of a trial."""
-    folder, newest = TrialKey(experiment=experiment, trial=trial.trial), newest_checkpoint(trial)
+    folder, newest = experiment.trial_key(trial.trial), newest_checkpoint(trial)
     return TrialState(
-        experiment=experiment,
+        experiment=experiment.experiment,
         trial=trial.trial,
         status=trial.status,
         reason=trial.reason,
@@ -133,5 +133,5 @@ def experiment_state(target: StorageTarget, experiment: Experiment) -> Experimen
         uri=below(target.uri, experiment.name),
         entry=experiment.number,
         owner=str(experiment.owner or ""),
-        trials={name: trial_state(target, experiment.name, each) for name, each in experiment.trials.items()},
+        trials={name: trial_state(target, experiment.key, each) for name, each in experiment.trials.items()},
     )

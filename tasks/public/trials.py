@@ -173,10 +173,11 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
     """
     given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except these two
     given.pop("config")
-    folder = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial")).folder
+    asked = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial"))
     plan = SearchPlan(**given)
     stopper = stopper_of_one_trial(plan.stopper)
-    spec = replace(trial_spec(plan, stopper), trial=folder, own_journal=False)
+    spec = trial_spec(plan, stopper)
+    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(asked.trial), own_journal=False)
     require_possible(spec)
     plain = storable_config(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
@@ -185,11 +186,12 @@ def run_trial(  # noqa: PLR0913 - a form, as `durable_trainable`: its fields are
 
 def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> TrialState:
     state = trying_again(lambda: _ready(spec, config, stopper))
+    spec = replace(spec, trial=state.trial_key(spec.trial.trial))
     trial = state.trial(spec.trial.trial)
     if trial.phase is not Phase.FINISHED:
         state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
         _require_success(outcome, spec)
-    return trial_state(spec.target, state.name, state.trial(spec.trial.trial))
+    return trial_state(spec.target, state.key, state.trial(spec.trial.trial))
 
 
 def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:

@@ -23,7 +23,7 @@ from tests.fakes.artifacts import REMOTE, Bucket, BucketTarget, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import MemoryStore
 
-TRIAL = TrialKey(experiment="e", trial="t")
+TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 FIRST, SECOND = Writer(attempt=1), Writer(attempt=2)
 
 

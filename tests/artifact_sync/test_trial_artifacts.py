@@ -21,7 +21,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
 
-TRIAL = TrialKey(experiment="e", trial="t")
+TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 LOG = logging.getLogger("artifacts")
 
 
@@ -222,7 +222,9 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
 def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial(tmp_path: Path) -> None:
     sync = SyncConfig(syncer=TargetSyncer(), upload_dir=f"file://{tmp_path}/up")
     spec = spec_for(LocalTarget(path=str(tmp_path / "target")), sync)
-    neighbour = attempt_of(replace(spec, trial=TrialKey(experiment="e", trial="neighbour")), tmp_path / "neighbour")
+    neighbour = attempt_of(
+        replace(spec, trial=TrialKey(experiment="e", generation=1, trial="neighbour")), tmp_path / "neighbour"
+    )
     for number in (1, 2):
         attempt = attempt_of(spec, tmp_path / f"{number}")
         if number > 1:
@@ -235,7 +237,7 @@ def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial
     neighbour.settle()
     with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
         assert fetched(store, tmp_path, TRIAL.artifacts) == {"log-1": b"", "log-2": b""}
-        assert fetched(store, tmp_path, "e/trials/neighbour/artifacts") == {"log": b""}
+        assert fetched(store, tmp_path, "e/1/trials/neighbour/artifacts") == {"log": b""}
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> Sequence[str]:

@@ -44,8 +44,9 @@ from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from tests.attempt.direct_tasks import DirectTasks
+from tests.fakes.checkpoints import first_generation
 
-TRIAL = TrialKey(experiment="e", trial="trial")
+TRIAL = TrialKey(experiment="e", generation=1, trial="trial")
 
 
 @dataclass
@@ -130,7 +131,7 @@ class CommitHarness:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
-            state = take_over(store, "e", owner, new_write_id(), side_by_side=map)
+            state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
@@ -154,11 +155,11 @@ class CommitHarness:
 
     def state(self) -> Trial:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return load(store, "e", side_by_side=map).trial(TRIAL.trial)
+            return load(store, first_generation("e"), side_by_side=map).trial(TRIAL.trial)
 
     def entries(self) -> Sequence[Entry]:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return history(store, "e", side_by_side=map)
+            return history(store, first_generation("e"), side_by_side=map)
 
     def reported(self) -> list[int]:
         events = [event for entry in self.entries() for event in entry.events]

@@ -18,7 +18,7 @@ from prefect_tune.monitoring.live_status import LiveStatusPublisher
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.trial_processes import until
 
-KEY = JournalKey(experiment="e")
+KEY = JournalKey(experiment="e", generation=1)
 OFTEN = timedelta(milliseconds=5)
 STATE = nothing_yet(KEY).model_copy(update={"term": 3})
 TRIAL = RunningTrial(trial="a", attempt=1)

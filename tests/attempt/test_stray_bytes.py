@@ -27,7 +27,7 @@ LOG = log_to(LogRecorder())
 def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config: object) -> Outcome:
     plan = TrialSpec(
         target=LocalTarget(path=str(folder)),
-        trial=TrialKey(experiment="e", trial="t"),
+        trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
         needs_curve=False,

@@ -96,7 +96,7 @@ class FakeCommitWorker:
 def spec(tmp_path: Path) -> TrialSpec:
     return TrialSpec(
         target=LocalTarget(path=str(tmp_path)),
-        trial=TrialKey(experiment="e", trial="t"),
+        trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
         needs_curve=False,

@@ -29,7 +29,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from tests.fakes.checkpoints import committed, write
+from tests.fakes.checkpoints import committed, first_generation, write
 from tests.fakes.command_line import Run
 from tests.fakes.untrusted import HOSTILE, require_visible
 
@@ -57,7 +57,9 @@ SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
 def target(tmp_path: Path) -> Path:
     make_root(tmp_path / "target")
     store, stamps = PosixStore(tmp_path / "target"), (Stamp(write_id=f"w{number}", at="now") for number in count())
-    state = take_over(store, "e", Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps), side_by_side=map)
+    state = take_over(
+        store, first_generation("e"), Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps), side_by_side=map
+    )
 
     def record(*events: Event) -> None:
         nonlocal state
@@ -69,14 +71,14 @@ def target(tmp_path: Path) -> Path:
         record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
         record(Started(trial=name, attempt=1, from_step=0))
         metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
-        key = CheckpointKey(trial=TrialKey(experiment="e", trial=name), step=1, sequence=state.number)
+        key = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=name), step=1, sequence=state.number)
         committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
         record(Reported(trial=name, report=StepReport(step=1, metrics=metrics)), Committed(trial=name, checkpoint=ref))
     record(GaveUp(trial="errored", cause=Cause.USER, message=f"ValueError: {HOSTILE}\nTraceback\n{HOSTILE}"))
     record(AttemptEnded(trial="lost", cause=Cause.MACHINE, message=HOSTILE))
     record(StopAsked(reason=HOSTILE, request="r"))
-    manifest = next((tmp_path / "target" / "e" / "trials" / "lost" / "checkpoints").rglob("*.json"))
+    manifest = next((tmp_path / "target" / "e" / "1" / "trials" / "lost" / "checkpoints").rglob("*.json"))
     manifest.write_text(f"{{{HOSTILE}")
     return tmp_path / "target"
 

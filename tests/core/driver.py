@@ -35,11 +35,12 @@ from prefect_tune.core.operations import checkpoint_gc as collecting
 from prefect_tune.core.recovery import adopt, checkpoints_with, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 
 NAME = "e"
-JOURNAL = JournalKey(experiment=NAME)
-KEY = TrialKey(experiment=NAME, trial="t")
+JOURNAL = JournalKey(experiment=NAME, generation=1)
+KEY = TrialKey(experiment=NAME, generation=1, trial="t")
 BACKBONE = b"never changed, and shared by every checkpoint..."
 TRIES = 3
 
@@ -74,7 +75,7 @@ class Session:
     witness: Witness
     owner: str = "first"
     retention: Retention = field(default_factory=lambda: Retention(last=2))
-    experiment: Experiment = field(default_factory=lambda: nothing_yet(NAME))
+    experiment: Experiment = field(default_factory=lambda: nothing_yet(first_generation(NAME)))
     parent: Manifest | None = None
     head: bytes = b""
     waiting: list[StepReport] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Session:
         """Take over the experiment, and adopt the saves of its last owner."""
         stamp = self.witness.stamp()
         self.experiment = retried(
-            lambda: journal.take_over(self.store, NAME, self.opened_by(), stamp, side_by_side=map)
+            lambda: journal.take_over(self.store, first_generation(NAME), self.opened_by(), stamp, side_by_side=map)
         )
         self.append(retried(lambda: adopt(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:

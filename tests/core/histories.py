@@ -25,6 +25,7 @@ from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import JOURNAL
+from tests.core.protocol.population import begin_experiment
 
 ME = Owner(name="me", host="here", pid=1)
 
@@ -42,6 +43,7 @@ def base(digits: int) -> Iterator[None]:
 
 
 def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
+    begin_experiment(store, key)
     return journal.take_over(store, key, ME, stamp(write_id), side_by_side=map)
 
 

@@ -32,6 +32,7 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.clone import clear
 from prefect_tune.core.recovery import adopt, read_manifest
 from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
@@ -60,7 +61,7 @@ class SmallSearch:
     trials: dict[str, Experiment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.state = self._opened(JournalKey(experiment=self.name))
+        self.state = self._opened(current_journal(self.store, self.name))
 
     def describe(self, **settings: object) -> None:
         self.write(Configured(settings=settings))
@@ -130,7 +131,7 @@ class SmallSearch:
     def absorb(self, trial: str) -> None:
         """Absorb new entries of the trial's own journal."""
         known = self.state.trial(trial).absorbed
-        key = JournalKey(experiment=self.name, trial=trial)
+        key = self.state.key.of_trial(trial)
         for entry in retried(lambda: entries_beyond(self.store, key, known, side_by_side=map)):
             self.write(Absorbed(trial=trial, number=entry.number, events=entry.events))
 
@@ -139,10 +140,10 @@ class SmallSearch:
         self.state = retried(lambda: append(self.store, self.state, events, stamp))
 
     def key(self, trial: str) -> TrialKey:
-        return TrialKey(experiment=self.name, trial=trial)
+        return self.state.trial_key(trial)
 
     def _open(self, trial: str) -> None:
-        key = JournalKey(experiment=self.name, trial=trial)
+        key = self.state.key.of_trial(trial)
         config = self.state.trial(trial).config
         self.trials[trial] = self._opened(key, Adopted(), TrialAdded(trial=trial, config=config))
 
@@ -187,7 +188,7 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
     """Return the live checkpoints of these trials of `experiment` that are damaged or have other bytes."""
     found = []
     for trial in trials.values():
-        folder = TrialKey(experiment=experiment, trial=trial.trial)
+        folder = current_journal(store, experiment).trial_key(trial.trial)
         for each in trial.checkpoints:
             key = CheckpointKey(trial=folder, step=each.step, sequence=each.sequence)
             try:
@@ -200,4 +201,4 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
 
 def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
     """The trial's state in its own journal."""
-    return load(store, JournalKey(experiment=experiment, trial=trial), side_by_side=map).trial(trial)
+    return load(store, current_journal(store, experiment).of_trial(trial), side_by_side=map).trial(trial)

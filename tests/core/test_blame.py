@@ -22,6 +22,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp
 from tests.core.driver import JOURNAL
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 POLICY = FailurePolicy(max_failures=99)
@@ -96,7 +97,7 @@ def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> N
 
 def running(store: MemoryStore) -> Experiment:
     owner = Owner(name="me", host="here", pid=1)
-    state = journal.take_over(store, "e", owner, Stamp(write_id="w0", at="now"), side_by_side=map)
+    state = journal.take_over(store, first_generation("e"), owner, Stamp(write_id="w0", at="now"), side_by_side=map)
     begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0)]
     return journal.append(store, state, begun, Stamp(write_id="w1", at="now"))
 
@@ -121,7 +122,7 @@ def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
 def test_a_first_entry_needs_none_before_it_and_is_needed_by_the_second() -> None:
     store = MemoryStore()
     owner = Owner(name="me", host="here", pid=1)
-    opened = journal.take_over(store, "e", owner, Stamp(write_id="w0", at="now"), side_by_side=map)
+    opened = journal.take_over(store, first_generation("e"), owner, Stamp(write_id="w0", at="now"), side_by_side=map)
     del store.objects[JOURNAL.entry_path(1)]
     with pytest.raises(StoreUnavailable):
         journal.append(store, opened, [Adopted()], Stamp(write_id="w1", at="now"))

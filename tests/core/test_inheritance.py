@@ -16,7 +16,7 @@ from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.protocol.mutate import break_lines
-from tests.core.protocol.population import Chronicle, Member, own
+from tests.core.protocol.population import Chronicle, Member, begin_experiment, own
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("tiny_blobs")
 def member() -> Member:
     """An owner that saved three checkpoints with a shared backbone; two are live."""
     owner = Member(MemoryStore(), Chronicle(), own("e", "s"), "s", retention=Retention(last=2))
+    begin_experiment(owner.store, owner.journal)
     owner.open()
     owner.start()
     for _ in range(3):
@@ -102,6 +103,7 @@ def test_a_save_that_a_guest_has_overtaken_is_not_committed_and_nothing_is_writt
 def test_the_suite_notices_when_a_save_that_was_overtaken_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(monkeypatch, experiment.following, {"_require_not_overtaken(experiment, entry)": "pass"})
     owner = Member(MemoryStore(), Chronicle(), own("e", "s"), "s", retention=Retention(last=2))
+    begin_experiment(owner.store, owner.journal)
     owner.open()
     owner.start()
     for _ in range(3):

@@ -59,7 +59,7 @@ def test_what_lies_below_a_uri_stands_before_its_options(root: str, uri: str) ->
 @pytest.mark.parametrize("name", ["a", "resnet-50_lr=0.1", "2026.11", "x" * 128, "A" + "." + "b"])
 def test_a_name_that_can_be_a_folder_everywhere_is_taken(name: str) -> None:
     assert valid_name(name) == name
-    assert TrialKey(experiment=name, trial=name).folder == f"{name}/trials/{name}"
+    assert TrialKey(experiment=name, generation=1, trial=name).folder == f"{name}/1/trials/{name}"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,10 @@ def test_a_name_that_can_be_a_folder_everywhere_is_taken(name: str) -> None:
 def test_a_name_that_could_lead_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="becomes a folder"):
         valid_name(name)
-    for path in (TrialKey(experiment=name, trial="t"), TrialKey(experiment="e", trial=name)):
+    for path in (
+        TrialKey(experiment=name, generation=1, trial="t"),
+        TrialKey(experiment="e", generation=1, trial=name),
+    ):
         with pytest.raises(InvalidInput):
             _ = path.blobs
 
@@ -170,25 +173,25 @@ def test_a_value_that_json_cannot_say_is_refused() -> None:
 def test_every_path_can_be_read_back() -> None:
     key = CheckpointKey(trial=KEY, step=12, sequence=345)
 
-    assert key.manifest_path == "e/trials/t/checkpoints/0000000012-0000000345/manifest.json"
+    assert key.manifest_path == "e/1/trials/t/checkpoints/0000000012-0000000345/manifest.json"
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
-    assert number_in("e/journal", JOURNAL.entry_path(7)) == 7
-    assert number_in("e/segments", JOURNAL.segment_path(640), "jsonl") == 640
-    assert numbered("e/results/trials", 7, "parquet") == "e/results/trials/0000000007.parquet"
-    assert number_in("e/results/trials", "e/results/trials/0000000007.parquet", "parquet") == 7
+    assert number_in("e/1/journal", JOURNAL.entry_path(7)) == 7
+    assert number_in("e/1/segments", JOURNAL.segment_path(640), "jsonl") == 640
+    assert numbered("e/1/results/trials", 7, "parquet") == "e/1/results/trials/0000000007.parquet"
+    assert number_in("e/1/results/trials", "e/1/results/trials/0000000007.parquet", "parquet") == 7
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
-    assert KEY.artifacts == "e/trials/t/artifacts"
+    assert KEY.artifacts == "e/1/trials/t/artifacts"
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "e/trials/t/checkpoints/0000000012-0000000345/other.json",
-        "e/trials/t/checkpoints/0000000012-0000000345/deeper/manifest.json",
-        "e/trials/t/checkpoints/12-345/manifest.json",
-        "e/trials/t/checkpoints/0000000012/manifest.json",
-        "e/trials/t/checkpoints/٠٠٠٠٠٠٠٠١٢-0000000345/manifest.json",
-        "e/trials/other/checkpoints/0000000012-0000000345/manifest.json",
+        "e/1/trials/t/checkpoints/0000000012-0000000345/other.json",
+        "e/1/trials/t/checkpoints/0000000012-0000000345/deeper/manifest.json",
+        "e/1/trials/t/checkpoints/12-345/manifest.json",
+        "e/1/trials/t/checkpoints/0000000012/manifest.json",
+        "e/1/trials/t/checkpoints/٠٠٠٠٠٠٠٠١٢-0000000345/manifest.json",
+        "e/1/trials/other/checkpoints/0000000012-0000000345/manifest.json",
         "manifest.json",
     ],
 )
@@ -196,7 +199,7 @@ def test_a_foreign_file_is_no_manifest(path: str) -> None:
     assert CheckpointKey.from_manifest_path(KEY, path) is None
 
 
-@pytest.mark.parametrize("path", ["e/trials/t/blobs/README", "e/trials/t/blobs/abc-١٢", "e/trials/t/blobs/abc-"])
+@pytest.mark.parametrize("path", ["e/1/trials/t/blobs/README", "e/1/trials/t/blobs/abc-١٢", "e/1/trials/t/blobs/abc-"])
 def test_a_foreign_file_is_a_blob_older_than_everything(path: str) -> None:
     assert blob_sequence(path) == -1
 

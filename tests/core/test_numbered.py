@@ -21,7 +21,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.fakes.stores.memory_store import MemoryStore
 
-FOLDER = "e/trials/t/artifacts"
+FOLDER = "e/1/trials/t/artifacts"
 
 
 def index(number: int, path: str = "files/x-1/log.txt") -> ArtifactIndex:

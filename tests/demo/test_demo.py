@@ -75,7 +75,7 @@ def test_a_claim_that_was_not_measured_is_not_made(number: int, found: Mapping[s
 def staged(monkeypatch: pytest.MonkeyPatch, *sights: tuple[Mapping[int, Any], Mapping[str, int]]) -> Demo:
     """A demo whose runs do nothing, and whose listings of killed runs are these, in order."""
     demo, left = Demo(), list(sights)
-    monkeypatch.setattr(Demo, "train", lambda *given, **_: TrialKey(experiment=given[2], trial="trial"))
+    monkeypatch.setattr(Demo, "train", lambda *given, **_: TrialKey(experiment=given[2], generation=1, trial="trial"))
     monkeypatch.setattr(Demo, "look", lambda *_: left.pop(0))
     return demo
 
@@ -93,7 +93,7 @@ def test_the_last_checkpoint_but_one_is_the_one_whose_upload_is_hit(steps: int, 
 
 
 def test_blobs_of_a_save_without_a_manifest_have_arrived_and_reused_ones_have_not(tmp_path: Path) -> None:
-    trial, demo = TrialKey(experiment="e", trial="t"), Demo()
+    trial, demo = TrialKey(experiment="e", generation=1, trial="t"), Demo()
     demo.store = open_folder(tmp_path / "target", must_exist=False, deadline=Deadline.never())
     old, new = (trial.blob_path(Digest(name * 64), sequence) for name, sequence in (("a", 3), ("b", 7)))
     keys = [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in ((6, 3), (12, 9))]

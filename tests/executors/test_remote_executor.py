@@ -25,6 +25,7 @@ from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import FarSearch, nothing
 
@@ -157,7 +158,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
-        remove(store, "e", current_owner(), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), current_owner(), new_write_id(), side_by_side=map)
     again = orders_of(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != again.experiment_id

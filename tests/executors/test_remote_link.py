@@ -28,7 +28,7 @@ from prefect_tune.monitoring import live_status
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.trial_processes import until
 
-TRIAL = TrialKey(experiment="e", trial="00000")
+TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
 PROCEED = Proceed(milestone=9)
 LEAVE = Leave(reason="enough", save=True, for_good=True)
 
@@ -104,12 +104,12 @@ def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
-    target, key = LocalTarget(path=str(tmp_path)), JournalKey(experiment="e", trial=TRIAL.trial)
+    target, key = LocalTarget(path=str(tmp_path)), JournalKey(experiment="e", generation=1, trial=TRIAL.trial)
     link: StoreLink = pickle.loads(pickle.dumps(StoreLink(target, TRIAL, 1, timedelta(milliseconds=5))))
     owner = Owner(name="far", host="gpu-7", pid=1)
     state = nothing_yet(key)
     events: list[Event] = [
-        Opened(experiment="e", trial=TRIAL.trial, term=1, owner=owner),
+        Opened(experiment="e", generation=1, trial=TRIAL.trial, term=1, owner=owner),
         TrialAdded(trial=TRIAL.trial, config={}),
         Started(trial=TRIAL.trial, attempt=1, from_step=0),
     ]

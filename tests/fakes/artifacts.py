@@ -17,7 +17,7 @@ from tests.fakes.checkpoints import files_in
 from tests.fakes.stores.memory_store import MemoryStore
 
 FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
-REMOTE = "digits/trials/best/artifacts"
+REMOTE = "digits/1/trials/best/artifacts"
 
 
 class Bucket(MemoryStore):

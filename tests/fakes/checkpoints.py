@@ -8,12 +8,12 @@ from pathlib import Path
 
 from prefect_tune.core.checkpoints.commit import commit, reusable
 from prefect_tune.core.checkpoints.manifest import About
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 from prefect_tune.stores.open_location import open_location, read_uri
 
-KEY = CheckpointKey(trial=TrialKey(experiment="digits", trial="best"), step=40, sequence=12)
+KEY = CheckpointKey(trial=TrialKey(experiment="digits", generation=1, trial="best"), step=40, sequence=12)
 FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b"{}", "empty.txt": b""}
 MINUTE = timedelta(minutes=1)
 
@@ -50,3 +50,8 @@ def copies(temporary_files: Path) -> list[str]:
     """Return the shared copies of checkpoints, without their locks."""
     found = temporary_files.glob("prefect-tune-*/*/copies/*")
     return sorted(path.name for path in found if path.suffix != ".lock")
+
+
+def first_generation(experiment: str) -> JournalKey:
+    """Return the key of the journal of a name that no deletion has freed."""
+    return JournalKey(experiment=experiment, generation=1)

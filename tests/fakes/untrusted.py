@@ -18,6 +18,7 @@ from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import Configured, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.stores.posix_store import make_root
+from tests.fakes.checkpoints import first_generation
 
 TRAIN = "tests.trainables.moody:train"
 _STAMPS = (Stamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())
@@ -119,7 +120,7 @@ def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> N
     """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)
-        state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
+        state = take_over(store, first_generation(name), owner, next(_STAMPS), side_by_side=map)
         append(store, state, [Configured(settings=settings)], next(_STAMPS))
 
 

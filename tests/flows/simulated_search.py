@@ -82,11 +82,13 @@ class SimulatedSearch:
     ) -> Experiment:
         """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
         objective = Objective(metrics=(self.metric,), modes=("min",))
-        state = open_journal(self.target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+        state = open_journal(
+            self.target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id())
+        )
         proposals = (search or RandomSearch(self.samples)).begin({"x": uniform(0, 1)}, objective, 1)
         plan = TrialSpec(
             target=self.target,
-            trial=TrialKey(experiment=NAME, trial="any"),
+            trial=TrialKey(experiment=NAME, generation=1, trial="any"),
             trainable="a:b",
             stopper="a:b",
             needs_curve=False,

@@ -20,6 +20,7 @@ from prefect_tune.core.recovery import read_manifest, restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.local.staging import DirectorySink
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import first_generation
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
 TRIAL = "trial"
@@ -54,7 +55,7 @@ def undisturbed(steps: int) -> Undisturbed:
 def experiment_at(target: StorageTarget, name: str) -> Experiment:
     """Return the current state of the experiment by its journal, without opening it as an owner."""
     with target.open(timeout=_PATIENCE) as store:
-        return load(store, name, side_by_side=map)
+        return load(store, first_generation(name), side_by_side=map)
 
 
 def trial_at(target: StorageTarget, name: str) -> Trial:
@@ -65,7 +66,7 @@ def trial_at(target: StorageTarget, name: str) -> Trial:
 def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
     """Return the whole journal."""
     with target.open(timeout=_PATIENCE) as store:
-        return history(store, name, side_by_side=map)
+        return history(store, first_generation(name), side_by_side=map)
 
 
 def statuses(results: pt.Results) -> list[str]:
@@ -108,7 +109,7 @@ def log_of_flow_run(owner: Owner) -> str:
 
 def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: int) -> str:
     """Restore a checkpoint, every byte verified, and return the sha256 over its files."""
-    key = CheckpointKey(trial=TrialKey(experiment=name, trial=TRIAL), step=step, sequence=sequence)
+    key = CheckpointKey(trial=TrialKey(experiment=name, generation=1, trial=TRIAL), step=step, sequence=sequence)
     folder = Path(tempfile.mkdtemp())
     try:
         with target.open(timeout=_PATIENCE) as store:
@@ -122,7 +123,7 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
 
 def own_blobs(target: LocalTarget, name: str, step: int) -> Sequence[Path]:
     """Return the blobs that only the checkpoint of `step` refers to."""
-    folder, root = TrialKey(experiment=name, trial=TRIAL), Path(target.path)
+    folder, root = TrialKey(experiment=name, generation=1, trial=TRIAL), Path(target.path)
     paths = {
         each.step: set(read_manifest(PosixStore(root), folder.checkpoint_key(each)).blob_paths())
         for each in trial_at(target, name).checkpoints

@@ -27,6 +27,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
 
@@ -198,7 +199,7 @@ def target(tmp_path: Path) -> LocalTarget:
 
 
 def state_at(target: LocalTarget) -> Experiment:
-    return load(PosixStore(Path(target.path)), "e", side_by_side=map)
+    return load(PosixStore(Path(target.path)), first_generation("e"), side_by_side=map)
 
 
 def deliver(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
@@ -238,7 +239,7 @@ def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) 
 
 def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
     deliver(target, Recorder(), Recorder())
-    assert {path.parent.name for path in Path(target.path).glob("e/callbacks/*/*.json")} == {"recorder", "recorder-2"}
+    assert {path.parent.name for path in Path(target.path).glob("e/1/callbacks/*/*.json")} == {"recorder", "recorder-2"}
 
 
 def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: LocalTarget) -> None:

@@ -42,6 +42,7 @@ from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventBuilder, EventContext, EventEmitter, budgets_of, emitting_events
 from prefect_tune.prefect_api.artifacts import PrefectEvent, asset_of
+from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")
 PLACE = ExperimentAddress("s3://bucket/runs", "first")
@@ -71,7 +72,7 @@ class Story:
     """An experiment, and the Prefect events that were built from its journal events."""
 
     def __init__(self, subject: EventContext = SUBJECT, state: Experiment | None = None) -> None:
-        self.state = state or nothing_yet("first")
+        self.state = state or nothing_yet(first_generation("first"))
         self.builder = EventBuilder(subject, self.state, 0.0)
         self.built: list[PrefectEvent] = []
         self.now = 0.0
@@ -131,11 +132,11 @@ def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_s
 
 def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
     saved, made, best, known, model = Story().goes(*begun("00000"), step("00000", 2, 0.5, at=1))[1:]
-    key = "s3://bucket/runs/first/trials/00000/checkpoints"
+    key = "s3://bucket/runs/first/1/trials/00000/checkpoints"
     assert (saved.event, upstream(saved)) == ("prefect-tune.committed", [key])
     assert (made.event, made.resource["prefect.resource.id"]) == ("prefect.asset.materialization.succeeded", key)
     assert made.payload["metrics"] == {"loss": 0.5}
-    assert made.payload["manifest"] == "first/trials/00000/checkpoints/0000000001-0000000002/manifest.json"
+    assert made.payload["manifest"] == "first/1/trials/00000/checkpoints/0000000001-0000000002/manifest.json"
     assert made.related[-1] == {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
     assert best.event == "prefect-tune.experiment.best"
     assert best.resource == {**PLACE.resource, "prefect-tune.trial": "00000"}
@@ -147,12 +148,12 @@ def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_t
 def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for_what_it_becomes() -> None:
     story = Story()
     story.goes(*begun("00000"), *begun("00001"), step("00000", 2, 0.5, at=1))
-    source = CheckpointKey(trial=TrialKey(experiment="first", trial="00000"), step=1, sequence=2)
+    source = CheckpointKey(trial=TrialKey(experiment="first", generation=1, trial="00000"), step=1, sequence=2)
     ended = entry("00001", 2, Paused(trial="00001", reason="worse"))
     copy = CheckpointRef(step=1, sequence=9, metrics={"loss": 0.5})
     clone = Cloned(trial="00001", checkpoint=copy, source=source, config={}, reason="worse")
     built = story.goes(ended, entry("00001", 3, clone))
-    of_00000 = "s3://bucket/runs/first/trials/00000/checkpoints"
+    of_00000 = "s3://bucket/runs/first/1/trials/00000/checkpoints"
     assert names(built) == ["paused", "cloned", "prefect.asset.materialization.succeeded"]
     assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
     again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
@@ -161,8 +162,8 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
 
 
 def test_the_best_model_is_made_from_the_warm_starts_and_the_origin_of_its_search() -> None:
-    state = nothing_yet("first")
-    origin = ForkOrigin(experiment="old", number=3, digest=Digest("d"))
+    state = nothing_yet(first_generation("first"))
+    origin = ForkOrigin(experiment="old", generation=1, number=3, digest=Digest("d"))
     places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
     named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
     sources = [
@@ -273,7 +274,7 @@ def emitted() -> list[PrefectEvent]:
 
 @pytest.fixture
 def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
-    return EventEmitter(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+    return EventEmitter(SUBJECT, nothing_yet(first_generation("first")), LOG, emitted.append)
 
 
 def play(emitter: EventEmitter, *events: Event) -> None:
@@ -336,7 +337,9 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
 def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emitter_module, "_PATIENCE", timedelta(seconds=0.2))
     released = threading.Event()
-    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
+    emitter = EventEmitter(
+        SUBJECT, nothing_yet(first_generation("first")), LOG, lambda _: bool(released.wait(30)) and None
+    )
     began = time.monotonic()
     with emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"))
@@ -353,7 +356,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
             raise ValueError("too large")
         emitted.append(notice)
 
-    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, emit)
+    emitter = EventEmitter(SUBJECT, nothing_yet(first_generation("first")), LOG, emit)
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"), step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text
@@ -364,7 +367,7 @@ def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
     monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]
 ) -> None:
     monkeypatch.setattr(emitter_module, "_MOST_WAITING", 10)
-    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+    emitter = EventEmitter(SUBJECT, nothing_yet(first_generation("first")), LOG, emitted.append)
     for number in range(50):
         play(emitter, *begun(f"{number:05d}"))
     with emitting_events(emitter, threading.Event()):
@@ -382,5 +385,5 @@ def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch,
             looked.set()
 
     subject = EventContext(PLACE, budgets=[Budget("time", 0.2)])
-    with emitting_events(EventEmitter(subject, nothing_yet("first"), LOG, emit), threading.Event()):
+    with emitting_events(EventEmitter(subject, nothing_yet(first_generation("first")), LOG, emit), threading.Event()):
         assert looked.wait(20)

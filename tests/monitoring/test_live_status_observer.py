@@ -30,6 +30,7 @@ from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import live_status
 from prefect_tune.monitoring.live_status import LiveStatusObserver
+from tests.fakes.checkpoints import first_generation
 
 AT = "2026-11-23T01:00:00+00:00"
 HERE, ELSEWHERE = (Owner(name="o", host=host, pid=1) for host in ("here", "elsewhere"))
@@ -39,11 +40,11 @@ class ObservedExperiment:
     """An experiment, and the observer that receives its events."""
 
     def __init__(self, target: LocalTarget) -> None:
-        self.experiment: Experiment = nothing_yet("e")
+        self.experiment: Experiment = nothing_yet(first_generation("e"))
         self.count = 0
         self.target = target
         self.observer = LiveStatusObserver(target, self.experiment, timedelta(hours=1))
-        self.happens(Opened(experiment="e", term=1, owner=HERE))
+        self.happens(Opened(experiment="e", generation=1, term=1, owner=HERE))
 
     def happens(self, *events: Event) -> None:
         for event in events:
@@ -65,7 +66,7 @@ class ObservedExperiment:
 
 
 def test_a_trial_that_an_earlier_owner_left_running_is_published_only_while_it_is_run_here(tmp_path: Path) -> None:
-    experiment = nothing_yet("e")
+    experiment = nothing_yet(first_generation("e"))
     for number, event in enumerate((TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)), 1):
         experiment = after_event(experiment, event, number)
     run_here: set[str] = set()
@@ -84,7 +85,7 @@ def observed(tmp_path: Path) -> Iterator[ObservedExperiment]:
 
 
 def test_a_trial_with_a_journal_of_its_own_runs_where_that_was_opened(observed: ObservedExperiment) -> None:
-    opened = Opened(experiment="e", trial="a", term=1, owner=ELSEWHERE)
+    opened = Opened(experiment="e", generation=1, trial="a", term=1, owner=ELSEWHERE)
     observed.happens(TrialAdded(trial="a", config={}, own_journal=True))
     observed.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
     assert observed.running() == {"a": RunningTrial(trial="a", attempt=1, began_at=AT, host="elsewhere")}
@@ -134,7 +135,7 @@ def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stay
     error: TuneError, observed: ObservedExperiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
-    written = Path(observed.target.path, "e", "live")
+    written = Path(observed.target.path, "e", "1", "live")
 
     def searches() -> None:
         with observed.observer:

@@ -22,6 +22,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.trainables.moody import train
 
@@ -35,7 +36,10 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
 
 def running() -> tuple[Progress, Callable[[int], None]]:
     """The progress of a search of one trial, and a function that reports a step."""
-    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)])
+    state = after(
+        nothing_yet(first_generation("e")),
+        [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
+    )
     seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
     return seen, lambda step: seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
 
@@ -52,7 +56,10 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
 def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_no_second_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)])
+    state = after(
+        nothing_yet(first_generation("e")),
+        [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
+    )
     outlook = SearchEstimate("e", None, 1, 80, is_training=True)
     seen = Progress(ProgressTracker(state, outlook, 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
     seen.reported(StepReported("0", StepReport(step=7, metrics={"loss": 0.5}), asks=False), state)
@@ -66,7 +73,7 @@ def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_n
 
 
 def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    state = nothing_yet("e")
+    state = nothing_yet(first_generation("e"))
     seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
     for step in range(1, 100):
         seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
@@ -83,10 +90,12 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
-    with progress(nothing_yet("e"), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True):
+    with progress(
+        nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True
+    ):
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
-    shown = progress(nothing_yet("e"), SearchEstimate("e"), LOG, Event(), in_terminal=True)
+    shown = progress(nothing_yet(first_generation("e")), SearchEstimate("e"), LOG, Event(), in_terminal=True)
     with pytest.raises(ZeroDivisionError), shown:
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
@@ -94,7 +103,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     errored = GaveUp(trial="0", cause=Cause.USER, message="no")
-    state = after(nothing_yet("e"), [TrialAdded(trial="0", config={}), errored])
+    state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
     with progress(state, SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
         pass
     (last,) = caplog.records

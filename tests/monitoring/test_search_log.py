@@ -38,6 +38,7 @@ from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.progress_view import head_facts, line
 from prefect_tune.terminal.time_left import SearchEstimate
+from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("a flow run")
 T = "00003"
@@ -45,7 +46,7 @@ CONFIG = {"lr": 0.01, "net": {"layers": 2}}
 AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
 SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
 AT = "at step 2, loss 0.5 (best by last report so far)"
-SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/trials/00003/checkpoints/"
+SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/1/trials/00003/checkpoints/"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ class LoggedSearch:
     """A search, and the log that follows it."""
 
     def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
-        self.state = nothing_yet("e")
+        self.state = nothing_yet(first_generation("e"))
         self.log = SearchLog(self.state, objective_of(metric, mode), "s3://bucket/runs", LOG)
 
     def goes(self, *events: Event) -> None:
@@ -185,7 +186,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     search.log.reported(StepReported(T, AT_2, asks=False), search.state)
     search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
     copy = SAVED.model_copy(update={"sequence": 6})
-    source = CheckpointKey(trial=TrialKey(experiment="e", trial=T), step=2, sequence=4)
+    source = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=T), step=2, sequence=4)
     search.goes(Cloned(trial="00001", checkpoint=copy, source=source, config={"lr": 0.6}, reason="behind"))
     others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
     search.goes(others, Paused(trial="00004", reason="turn"))

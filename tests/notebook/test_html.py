@@ -162,7 +162,7 @@ def test_a_trial_prints_nothing_internal(name: str) -> None:
 
 
 def test_a_checkpoint_that_is_gone_says_so_instead_of_raising(tmp_path: Path) -> None:
-    html = pt.Checkpoint(f"file://{tmp_path}/runs/e/trials/t/checkpoints/0000000001-0000000001")._repr_html_()
+    html = pt.Checkpoint(f"file://{tmp_path}/runs/e/1/trials/t/checkpoints/0000000001-0000000001")._repr_html_()
     assert "CheckpointNotFound" in html
     assert "with checkpoint.as_directory()" in html
 

@@ -38,7 +38,7 @@ def test_a_search_whose_log_nobody_reads_any_more_trains_to_its_end(prefect_serv
         stderr=subprocess.STDOUT,
     )
     until = time.monotonic() + 240
-    while not list(tmp_path.glob("runs/e/trials/*/checkpoints/0000000001-*")):
+    while not list(tmp_path.glob("runs/e/1/trials/*/checkpoints/0000000001-*")):
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -219,14 +219,14 @@ def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_wri
     search, at = JournalBuilder(), "2026-11-21T08:00:30+00:00"
     search.adds("0", {})
     owner = Owner(name="n", host="h", pid=1, flow_run="f")
-    opened = Opened(experiment=search.name, trial="0", term=1, owner=owner)
+    opened = Opened(experiment=search.name, generation=1, trial="0", term=1, owner=owner)
     search.record(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
     search.record(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
     search.opens("later", after=3600)
     report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
     search.record(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
     lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
-    again = Opened(experiment=search.name, trial="0", term=2, owner=owner)
+    again = Opened(experiment=search.name, generation=1, trial="0", term=2, owner=owner)
     search.record(Absorbed(trial="0", number=4, events=(again, lost), at=search.now.isoformat()), after=1)
     history = search.report_input().history
     assert history.attempts[0].ended == datetime.fromisoformat(at)

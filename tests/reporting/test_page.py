@@ -84,7 +84,7 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
     there = replace(asha(4).report_input(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
     page = markdown(there)
     assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
-    best = newest_key(TrialKey(experiment="rates", trial=there.best[0].trial), there.best[0])
+    best = newest_key(TrialKey(experiment="rates", generation=1, trial=there.best[0].trial), there.best[0])
     assert best is not None
     assert f"\ns3://runs/digits/{best.folder}?endpoint_url=http://minio:9000&region=eu\n" in page
 

@@ -14,6 +14,7 @@ from prefect_tune.core.journal_events.experiment_events import Cause, Event, Gav
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.results import why_none
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after, write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -25,7 +26,7 @@ def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
     events += [Reported(trial="00000", report=each) for each in reported]
     events += [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error)
-    return after(nothing_yet("e"), events).trial("00000")
+    return after(nothing_yet(first_generation("e")), events).trial("00000")
 
 
 def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:

@@ -182,7 +182,7 @@ def test_pandas_has_the_same(results: pt.Results) -> None:
 
 def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
     for rows in ("trials", "reports"):
-        (path,) = target.glob(f"e/results/{rows}/*.parquet")
+        (path,) = target.glob(f"e/1/results/{rows}/*.parquet")
         table = pq.read_table(path)
         assert table.to_pylist() == results.to_arrow(rows).to_pylist()
         assert (table.schema.metadata or {})[b"prefect-tune/experiment"] == b"e"

@@ -41,7 +41,7 @@ def test_a_question_is_text_in_the_form_and_no_markup() -> None:
 
 
 def test_what_a_journal_says_of_the_code_is_text_on_the_page() -> None:
-    page = page_of(Experiment(key=JournalKey(experiment="e")), "s3://b", None, _MARKUP)
+    page = page_of(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
     assert "![" not in page
     assert "\\!\\[x\\]" in page
 
@@ -70,7 +70,7 @@ def test_the_log_of_a_question_gives_the_terminal_no_commands(
     def answers(*_: object) -> None:
         raise Answered
 
-    asking = Experiment(key=JournalKey(experiment="e"), questions={"00000": _ASKED})
+    asking = Experiment(key=JournalKey(experiment="e", generation=1), questions={"00000": _ASKED})
     monkeypatch.setattr(suspend_loop, "get_run_logger", lambda: logging.getLogger("a run"))
     monkeypatch.setattr(suspend_loop, "is_suspended", lambda: False)
     monkeypatch.setattr(sys, "stdin", None)
@@ -89,7 +89,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
     monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
     caplog.set_level(logging.INFO)
     ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, reason="done\x1b]0;title\x07")
-    state = Experiment(key=JournalKey(experiment="e"), trials=TrialMap.of([ended]))
+    state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.of([ended]))
     plan = SimpleNamespace(spec=SimpleNamespace(target=LocalTarget(path="/runs")))
     run_training._log_progress(plan, state, is_done=True)
     assert "done\\x1b]0;title\\x07" in caplog.text
@@ -114,7 +114,9 @@ def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(capl
 
 def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failed = outcomes.Failed(Cause.USER, f"ValueError: {HOSTILE}\n{HOSTILE}", at_start=False)
-    spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", trial="t"))
+    spec: Any = SimpleNamespace(
+        target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", generation=1, trial="t")
+    )
     outcomes.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
     ends: tuple[outcomes.Outcome, ...] = (
@@ -129,7 +131,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
-    damaged = DamagedCheckpoint("e", "t", 1, "e/trials/t", HOSTILE, is_quarantined=True)
+    damaged = DamagedCheckpoint("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
     upkeep = Upkeep("e", damaged=(damaged,), not_looked_at=(NotLookedAt("e", HOSTILE, HOSTILE),))
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]

@@ -19,6 +19,7 @@ from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.suspension.restart_guard import owner_after
+from tests.fakes.checkpoints import first_generation
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -34,7 +35,7 @@ def owning(before: str | None, restarts: int, scheduled: bool = False) -> Owner:
 
 def _known(flow_run_id: str, restarts: int) -> Experiment:
     owner = Owner(name="the last run", host="here", pid=1, flow_run=flow_run_id)
-    return nothing_yet("e").model_copy(update={"owner": owner, "restarts": restarts})
+    return nothing_yet(first_generation("e")).model_copy(update={"owner": owner, "restarts": restarts})
 
 
 def _run_from(*states: State[Any], restarts: int) -> Owner:

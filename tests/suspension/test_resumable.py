@@ -12,6 +12,7 @@ from prefect.context import FlowRunContext
 
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.suspension.suspend_loop import resumable
+from tests.fakes.checkpoints import first_generation
 
 
 @pytest.mark.parametrize(
@@ -27,4 +28,4 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
 ) -> None:
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
-    assert resumable(nothing_yet("e")) == f"experiment 'e': all 0 trials have ended; {advice}"
+    assert resumable(nothing_yet(first_generation("e"))) == f"experiment 'e': all 0 trials have ended; {advice}"

@@ -57,6 +57,7 @@ from prefect_tune.journal_access import (
 )
 from prefect_tune.tasks.checkpoints import save_checkpoint
 from tests.attempt.direct_tasks import DirectTasks
+from tests.fakes.checkpoints import first_generation
 
 journal_access = importlib.import_module("prefect_tune.journal_access")
 transient = importlib.import_module("prefect_tune.storage_retries")
@@ -73,7 +74,7 @@ class CommitHarness:
         self.target = target
         self.plan = TrialSpec(
             target=target,
-            trial=TrialKey(experiment="e", trial=TRIAL),
+            trial=TrialKey(experiment="e", generation=1, trial=TRIAL),
             trainable="",
             stopper="",
             needs_curve=False,
@@ -111,10 +112,10 @@ class CommitHarness:
             Started(trial=SOURCE, attempt=1, from_step=0),
         ]
         opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
-        state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
+        state = open_journal(self.target, JournalKey(experiment="e", generation=1, trial=SOURCE), opening)
         journal_writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
         for step in steps:
-            self._save(journal_writer, TrialKey(experiment="e", trial=SOURCE), step)
+            self._save(journal_writer, TrialKey(experiment="e", generation=1, trial=SOURCE), step)
         if ends:
             journal_writer.write(list(ends))
 
@@ -308,8 +309,10 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(harness: Commit
 
 def searched(target: LocalTarget) -> str:
     """Create the experiment; return its id."""
-    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_write_id()))
-    found = experiment_id(target, "e")
+    open_journal(
+        target, JournalKey(experiment="e", generation=1), Opening(Owner(name="it", host="h", pid=1), new_write_id())
+    )
+    found = experiment_id(target, first_generation("e"))
     assert found
     return found
 
@@ -317,7 +320,7 @@ def searched(target: LocalTarget) -> str:
 def test_orders_of_an_experiment_that_was_deleted_begin_nothing(harness: CommitHarness) -> None:
     late = replace(attempt_request(1), experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="no longer exists"):
             harness.given(late)
         assert list(store.list("")) == []
@@ -328,7 +331,7 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 ) -> None:
     late = replace(attempt_request(1, search_term=3), config={"x": 0}, experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
+        remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
     now = replace(attempt_request(1), experiment_id=searched(harness.target))
     with pytest.raises(Superseded, match="is a new one with the same name"):
         harness.given(late)
@@ -342,7 +345,7 @@ def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(harness
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
     began.append(Finished(trial=TRIAL, reason="enough"))
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
-    state = open_journal(harness.target, JournalKey(experiment="e"), opening)
+    state = open_journal(harness.target, JournalKey(experiment="e", generation=1), opening)
     harness.plan = replace(harness.plan, own_journal=False)
     result = harness.run(AttemptRequest(search_term=state.term))
     assert result.outcome == Done("enough", returned=False)

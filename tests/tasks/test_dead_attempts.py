@@ -29,6 +29,7 @@ from prefect_tune.core.journal_events.experiment_events import Owner, Started, T
 from prefect_tune.journal_access import attempts_of, settle_dead_attempts
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_trial
+from tests.fakes.checkpoints import first_generation
 from tests.flows.driver import until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"
@@ -64,7 +65,7 @@ def flow_run_in(client: SyncPrefectClient, state: State[Any]) -> UUID:
 
 def left_by(owner: Owner) -> Experiment:
     """The experiment of a single training whose attempt was running."""
-    state = nothing_yet("e").model_copy(update={"owner": owner})
+    state = nothing_yet(first_generation("e")).model_copy(update={"owner": owner})
     state = after_event(state, TrialAdded(trial="trial", config={}), 1)
     return after_event(state, Started(trial="trial", attempt=1, from_step=0), 2)
 
@@ -188,7 +189,7 @@ def test_a_server_that_lists_no_events_leaves_only_the_time_out(
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:
     earlier = Owner(name="earlier", host=HERE, pid=os.getpid(), flow_run=str(flow_run_in(client, Crashed())))
-    settle_dead_attempts(nothing_yet("e"), earlier)
+    settle_dead_attempts(nothing_yet(first_generation("e")), earlier)
     assert set(states_after_a_takeover(client, earlier).values()) == {"Running"}
 
 

@@ -23,6 +23,7 @@ from prefect_tune.journal_access import JournalWriter, Opening, open_journal
 from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+from tests.fakes.checkpoints import first_generation
 
 ME = Owner(name="me", host="here", pid=1)
 STAMP = Stamp(write_id="w", at="now")
@@ -57,15 +58,15 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     bucket = BUCKETS[request.node.name] = Late(nth)
     target = BucketTarget(name=request.node.name)
     with pytest.raises(CommitUnknown):
-        restore_experiment_state.fn(target, "e", ME, STAMP)
+        restore_experiment_state.fn(target, first_generation("e"), ME, STAMP)
     if arrives == "before the retry":
         bucket.arrive()
     elif arrives == "never":
         bucket.on_its_way.clear()
-    opened = restore_experiment_state.fn(target, "e", ME, STAMP)
+    opened = restore_experiment_state.fn(target, first_generation("e"), ME, STAMP)
     assert (opened.number, opened.term, opened.owner, opened.settled_from) == (2, 1, ME, 1)
-    assert journal.load(bucket, "e", side_by_side=map) == opened
-    assert restore_experiment_state.fn(target, "e", ME, STAMP) == opened
+    assert journal.load(bucket, first_generation("e"), side_by_side=map) == opened
+    assert restore_experiment_state.fn(target, first_generation("e"), ME, STAMP) == opened
 
 
 class Mute(Bucket):
@@ -106,8 +107,8 @@ def test_what_is_heard_of_an_opening_whose_reply_was_lost_is_what_is_written(
         also=lambda found: () if found.trials else first,
         listener=lambda events, state: received.update({state.number: tuple(events)}),
     )
-    open_journal(BucketTarget(name=request.node.name), JournalKey(experiment="e", trial="t"), opening)
-    written = journal.history(bucket, JournalKey(experiment="e", trial="t"), side_by_side=map)
+    open_journal(BucketTarget(name=request.node.name), JournalKey(experiment="e", generation=1, trial="t"), opening)
+    written = journal.history(bucket, JournalKey(experiment="e", generation=1, trial="t"), side_by_side=map)
     assert received == {entry.number: tuple(entry.events) for entry in written}
 
 
@@ -145,7 +146,7 @@ def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 
 
 def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
-    state = journal.take_over(bucket, "e", ME, STAMP, side_by_side=map)
+    state = journal.take_over(bucket, first_generation("e"), ME, STAMP, side_by_side=map)
     torn = Quarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
     begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0), torn]
     return spoil(journal.append(bucket, state, begun, Stamp(write_id="w2", at="now")))
@@ -156,7 +157,7 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
     bucket = BUCKETS[request.node.name] = Bucket()
     plan = TrialSpec(
         target=BucketTarget(name=request.node.name),
-        trial=TrialKey(experiment="e", trial="t"),
+        trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
         needs_curve=False,

@@ -10,6 +10,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events.experiment_events import Started, TrialAdded
 from prefect_tune.core.messages.live_status import ExperimentView, LiveStatus
 from prefect_tune.terminal.formatting import format_moment, freshness_of
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
 NOW = datetime(2026, 11, 23, 1, 33, 18, tzinfo=UTC)
@@ -17,7 +18,10 @@ AT = "2026-11-23T01:32:20.123+00:00"
 
 
 def running() -> Experiment:
-    return after(nothing_yet("e"), [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)])
+    return after(
+        nothing_yet(first_generation("e")),
+        [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)],
+    )
 
 
 def live(period_seconds: float) -> LiveStatus:
@@ -50,7 +54,7 @@ def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_st
 
 
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
-    fresh = freshness_of(ExperimentView(nothing_yet("e"), AT), NOW + timedelta(days=2))
+    fresh = freshness_of(ExperimentView(nothing_yet(first_generation("e")), AT), NOW + timedelta(days=2))
     assert fresh.words() == "2026-11-23 01:32:20 UTC, 2 d ago"
     assert fresh.short() == "2026-11-23 01:32, 2 d ago"
     assert not fresh.is_stale

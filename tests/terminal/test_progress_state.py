@@ -27,6 +27,7 @@ from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate
+from tests.fakes.checkpoints import first_generation
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -36,7 +37,7 @@ class Search:
     """Sends events to a tracker, as a driver does."""
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
-        self.experiment = before or nothing_yet("e")
+        self.experiment = before or nothing_yet(first_generation("e"))
         self.now = 0.0
         self.tracker = ProgressTracker(self.experiment, outlook, self.now, NOON)
 

@@ -29,6 +29,7 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
+from tests.fakes.checkpoints import first_generation
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -42,7 +43,7 @@ class SimulatedSearch:
         self.slots, self.trials, self.steps, self.step_seconds = slots, trials, steps, step_seconds
         self.saves_every, self.starts_in = saves_every, starts_in
         self.number = 0
-        self.experiment: Experiment = nothing_yet("e")
+        self.experiment: Experiment = nothing_yet(first_generation("e"))
         self.resume()
 
     def resume(self, **changes: float) -> None:
@@ -138,7 +139,7 @@ def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_aga
 
 
 def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_run() -> None:
-    state = after_event(nothing_yet("e"), TrialAdded(trial="a", config={}, own_journal=True), 1)
+    state = after_event(nothing_yet(first_generation("e")), TrialAdded(trial="a", config={}, own_journal=True), 1)
     tracker = ProgressTracker(state, SearchEstimate("e", trial_count=1, step_count=100), 0.0, NOON)
     saved = CheckpointRef(step=50, sequence=3)
     reports = (Reported(trial="a", report=StepReport(step=step, metrics={})) for step in range(1, 51))
@@ -175,8 +176,10 @@ def test_the_time_in_which_attempts_start_counts_for_each_attempt_and_not_for_ea
 
 def test_without_a_number_of_steps_new_trials_train_as_many_as_the_finished_ones() -> None:
     search = SimulatedSearch(slots=2, trials=6, steps=10, step_seconds=3)
-    search.tracker = ProgressTracker(nothing_yet("e"), SearchEstimate("e", trial_count=6, slot_count=2), 0.0, NOON)
-    search.experiment, search.next_at = nothing_yet("e"), {}
+    search.tracker = ProgressTracker(
+        nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=6, slot_count=2), 0.0, NOON
+    )
+    search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
     search._fill()
     search.run(until=20)
     assert search.left() is None, "no trial has finished yet"
@@ -238,8 +241,8 @@ def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
 ) -> None:
     outlook = SearchEstimate("e", trial_count=3, step_count=10, first_pause=first_pause)
     search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1)
-    search.tracker = ProgressTracker(nothing_yet("e"), outlook, 0.0, NOON)
-    search.experiment, search.next_at = nothing_yet("e"), {}
+    search.tracker = ProgressTracker(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
+    search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
     search._fill()
     search.run(until=1)
     search.happens(Paused(trial="00000", reason="number 2 of 2"))
@@ -257,8 +260,8 @@ def test_before_the_first_pause_of_a_promotion_search_its_time_left_is_a_least_a
     for pauses in (first_pause(ASHA(9, grace_period=3, variant="promotion")), None):
         search = SimulatedSearch(slots=1, trials=1, steps=10, step_seconds=1)
         outlook = SearchEstimate("e", trial_count=1, step_count=10, first_pause=pauses)
-        search.tracker = ProgressTracker(nothing_yet("e"), outlook, 0.0, NOON)
-        search.experiment, search.next_at = nothing_yet("e"), {}
+        search.tracker = ProgressTracker(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
+        search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
         search._fill()
         search.run(until=2)
         shown = search.tracker.state(2.0)

@@ -14,6 +14,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.tuner.search_checks import ExplorationCheck
+from tests.fakes.checkpoints import first_generation
 
 SAID = "trial b has exploited trial a, with another value of lr, and reports the same loss as that trial"
 CURVE = {6: 0.5, 7: 0.4, 8: 0.3}
@@ -24,7 +25,7 @@ class Population:
 
     def __init__(self) -> None:
         self.check = ExplorationCheck(Objective(metrics=("loss",), modes=("min",)), logging.getLogger("a flow run"))
-        self.state: Experiment = nothing_yet("e")
+        self.state: Experiment = nothing_yet(first_generation("e"))
         for number, trial in enumerate("abc", 1):
             self.state = after_event(self.state, TrialAdded(trial=trial, config={"lr": 0.1}, own_journal=True), number)
 

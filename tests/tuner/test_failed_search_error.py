@@ -13,6 +13,7 @@ from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.tuner.run_search import failure_of
 from prefect_tune.tuner.search_checks import MetricCheck
+from tests.fakes.checkpoints import first_generation
 
 _TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
 
@@ -25,7 +26,7 @@ _TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
     ],
 )
 def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> None:
-    state = nothing_yet("e")
+    state = nothing_yet(first_generation("e"))
     events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
     for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, message=reason)], 1):
         state = after_event(state, event, number)

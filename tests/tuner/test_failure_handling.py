@@ -52,7 +52,7 @@ class FailingTrial:
         self.startable: deque[str] = deque()
         stopping = Stopping(limits, policy, StoppableExecutor(9), self.page, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
-        self.page.put(Opened(experiment="e", term=1, owner=Owner(name="me", host="here", pid=1)))
+        self.page.put(Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))
         self.sequence = 0
         self.error: BaseException | None = None

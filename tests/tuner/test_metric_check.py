@@ -23,6 +23,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.tuner.search_checks import MetricCheck
+from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("a flow run")
 T = "00000"
@@ -38,7 +39,9 @@ class Search:
 
     def __init__(self, *metrics: str) -> None:
         self.check = MetricCheck(Objective(metrics=metrics, modes=("min",) * len(metrics)), LOG)
-        self.state: Experiment = after_event(nothing_yet("e"), TrialAdded(trial=T, config={}, own_journal=True), 1)
+        self.state: Experiment = after_event(
+            nothing_yet(first_generation("e")), TrialAdded(trial=T, config={}, own_journal=True), 1
+        )
 
     def reports(self, trial: str = T, **metrics: object) -> None:
         self.check.reported(StepReported(trial, StepReport(step=1, metrics=metrics), asks=False), self.state)

@@ -30,7 +30,7 @@ def written() -> WrittenEntries:
 @pytest.fixture
 def page(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
-    opened = Opened(experiment="e", term=1, owner=Owner(name="me", host="here", pid=1))
+    opened = Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
     page = pending_entry(written, random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         page.put(event)

@@ -39,7 +39,7 @@ from tests.fakes.searches.pending_entries import random_policy
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 
 TRIAL = "00000"
-SEARCH, OWN = JournalKey(experiment=NAME), JournalKey(experiment=NAME, trial=TRIAL)
+SEARCH, OWN = JournalKey(experiment=NAME, generation=1), JournalKey(experiment=NAME, generation=1, trial=TRIAL)
 _MINUTE = timedelta(minutes=1)
 
 

@@ -45,7 +45,6 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import (
     JournalWriter,
@@ -144,7 +143,7 @@ class Attempt:
         Return its writer, after an attempt without a journaled end was closed; or the result of an ended trial.
         """
         spec, term = self.spec, self.request.search_term
-        experiment = read_experiment(spec.target, spec.trial.experiment)
+        experiment = read_experiment(spec.target, spec.trial.of_experiment)
         if experiment.term != term:
             raise Superseded(
                 f"{spec.journal}: owner {term} requested this attempt, and owner {experiment.term}, "
@@ -206,7 +205,7 @@ class Attempt:
         """
         spec, wanted = self.spec, self.request.experiment_id
         name = spec.trial.experiment
-        if not wanted or (found := experiment_id(spec.target, name)) == wanted:
+        if not wanted or (found := experiment_id(spec.target, spec.trial.of_experiment)) == wanted:
             return
         what = "no longer exists" if found is None else "is a new one with the same name"
         raise Superseded(
@@ -235,7 +234,7 @@ class Attempt:
         part in it.
         """
         for source in (exploit.source, self._name):
-            key = TrialKey(experiment=self.spec.trial.experiment, trial=source)
+            key = self.spec.trial.of_experiment.trial_key(source)
             try:
                 cloned = self.tasks.clone(key, journal_writer.experiment, self.request.last_step)
                 event = Cloned(

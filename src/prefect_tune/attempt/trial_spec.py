@@ -61,7 +61,7 @@ class TrialSpec:
     @property
     def journal(self) -> JournalKey:
         """The journal that an attempt writes."""
-        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.own_journal else None)
+        return self.trial.journal if self.own_journal else self.trial.of_experiment
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from prefect_tune.cli.open_target import (
     viewed,
     written_at,
 )
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     best_first,
@@ -42,7 +42,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.messages.live_status import ExperimentView, RunningTrial, view_of
 from prefect_tune.core.models import first_line, metric_in, shown_size
-from prefect_tune.core.storage.layout import names_among
+from prefect_tune.core.storage.generations import current_journal, names_among
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, facts_of, report_input_of
@@ -105,9 +105,11 @@ def _experiments(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_Li
     with transfer_pool() as transfers:
         for name in names:
             try:
-                yield _listed(store, load(store, name, side_by_side=transfers))
+                yield _listed(store, load(store, current_journal(store, name), side_by_side=transfers))
             except (JournalCorrupt, UnknownVersion) as error:
                 yield _Listed(name, "damaged", damage=str(error)), UNKNOWN
+            except Superseded:
+                continue  # deleted since it was listed
 
 
 def _listed(store: ObjectStore, loaded: Experiment) -> tuple[_Listed, Freshness]:
@@ -363,7 +365,7 @@ def _written(found: ReportInput, fresh: Freshness, *, as_json: bool, as_html: bo
 def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     with opened(target, experiment) as (store, loaded), transfer_pool() as transfers:
         view = viewed(store, loaded)
-        entries = history(store, experiment, side_by_side=transfers)
+        entries = history(store, loaded.key, side_by_side=transfers)
     state = view.experiment
     objective = objective_in(state.settings)
     metrics = objective.metrics if objective else ()

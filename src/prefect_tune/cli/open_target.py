@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,7 +17,8 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial, live_k
 from prefect_tune.core.journal.journal import load, next_entry, trial_today
 from prefect_tune.core.messages.live_status import ExperimentView, view_of
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, below, no_experiment
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import did_you_mean
 from prefect_tune.stores.local.staging import transfer_pool
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 # Suggest the target that a user may have meant, where one does not exist or has no experiments.
 
-_FIRST_ENTRY = JournalKey(experiment="e").entry_path(1).removeprefix("e")
+_FIRST_ENTRY = re.compile(r"/[1-9][0-9]*/journal/0{9}1\.json")
 _LOOK = timedelta(seconds=5)
 _MOST = 5
 
@@ -86,8 +88,8 @@ def _beside(folder: Path) -> str:
 def _folders(paths: Iterable[str]) -> Iterator[str]:
     """Yield the folders that hold experiments, relative to the target."""
     for each in paths:
-        if each.endswith(_FIRST_ENTRY):
-            yield each.removesuffix(_FIRST_ENTRY).rpartition("/")[0]
+        if found := _FIRST_ENTRY.search(each):
+            yield each[: found.start()].rpartition("/")[0]
 
 
 def _similar_prefix(place: StorageTarget) -> str:
@@ -140,7 +142,7 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
         InvalidInput: there is no experiment of this name.
     """
     with looked_at(target) as store, transfer_pool() as transfers:
-        state = load(store, experiment, side_by_side=transfers)
+        state = load(store, current_journal(store, experiment), side_by_side=transfers)
         if not state.number:
             raise InvalidInput(no_experiment(store, experiment, existing_place(target).uri))
         yield store, state
@@ -158,12 +160,12 @@ def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
 def trials_today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
     """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""
     with transfer_pool() as transfers:
-        return list(transfers(lambda known: trial_today(store, state.name, known, side_by_side=map), trials))
+        return list(transfers(lambda known: trial_today(store, state.key, known, side_by_side=map), trials))
 
 
 def trial_key(state: Experiment, trial: Trial) -> TrialKey:
     """Return the trial's key on the target."""
-    return TrialKey(experiment=state.name, trial=trial.trial)
+    return state.trial_key(trial.trial)
 
 
 def live_checkpoints(state: Experiment, trial: Trial) -> list[CheckpointKey]:

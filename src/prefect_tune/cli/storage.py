@@ -32,8 +32,9 @@ from prefect_tune.core.models import plural, shown_size
 from prefect_tune.core.operations.scrub import DailyShare, inspect_one, read_one, reinstate, share_of
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
 from prefect_tune.core.recovery import current_trial, is_live_now, read_manifest
+from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.core.texts import visible
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import (
@@ -308,7 +309,8 @@ def gc(
 ) -> None:
     """List the objects of an experiment that are not needed any more; with --delete, delete them.
 
-    Retired checkpoints, blobs of interrupted saves, and answers to attempts that have ended.
+    Retired checkpoints, blobs of interrupted saves, answers to attempts that have ended, and
+    what is left of deleted experiments of this name.
 
     Objects that a checkpoint or a clone refers to are kept, and so are those that a
     running save may use: it is safe beside a running search.
@@ -316,10 +318,14 @@ def gc(
     """
     with opened(target, experiment) as (store, state):
         found = list(_found(store, state, chosen_trials(state, trial), deletes=delete))
+        of_earlier = delete_objects_before if delete else objects_before
+        earlier = of_earlier(store, state.name, state.key.generation) if trial is None else ()
     if as_json:
-        print(json.dumps({"deleted": delete, "trials": [asdict(each) for each in found]}, indent=2))
+        left = {"object_count": len(earlier), "size_bytes": sum(each.size_bytes for each in earlier)}
+        trials = [asdict(each) for each in found]
+        print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": left}, indent=2))
     else:
-        _print(found, deleted=delete)
+        _print(found, earlier, deleted=delete)
     if any(each.damage for each in found):
         raise typer.Exit(1)
 
@@ -336,7 +342,7 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
                 yield look_for_garbage(store, key, side_by_side=transfers, known=known)
 
 
-def _print(found: Sequence[Collected], *, deleted: bool) -> None:
+def _print(found: Sequence[Collected], earlier: Sequence[Listed], *, deleted: bool) -> None:
     table = borderless_table("trial", "checkpoints", "blobs", "answers", "size", "")
     something = [each for each in found if each != type(each)(each.trial)]
     for each in something:
@@ -347,8 +353,10 @@ def _print(found: Sequence[Collected], *, deleted: bool) -> None:
         table.add_row(*plain_cells(cells), style="red" if each.damage else "")
     if something:
         print_parts(table, "")
-    size = shown_size(sum(each.orphan_bytes for each in found))
-    count = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
+    if earlier:
+        print_parts(f"{plural(len(earlier), 'object', 'objects')} of deleted experiments of this name", "")
+    size = shown_size(sum(each.orphan_bytes for each in found) + sum(each.size_bytes for each in earlier))
+    count = len(earlier) + sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
     objects = plural(count, "object", "objects")
     if not count:
         print_parts(f"nothing to collect in {plural(len(found), 'trial', 'trials')}")
@@ -419,6 +427,8 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Delete an experiment for good: its journal, all checkpoints and results.
+
+    A marker of some 300 bytes stays; the name can be used again.
 
     It asks first, and says what would be deleted. It refuses while a run owns it,
     and while another experiment, such as a fork, needs its checkpoints.

@@ -15,7 +15,6 @@ from prefect_tune.core.checkpoints.verified_reads import NoSink, Sink, fetch, re
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
-    JournalCorrupt,
     ObjectNotFound,
     StoreRefused,
     Superseded,
@@ -32,24 +31,20 @@ from prefect_tune.core.experiment.trial_transitions import (
     is_held,
     is_live,
 )
-from prefect_tune.core.journal.journal import decode_entry, load, read_if_there
+from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
     CheckpointRef,
-    Deletion,
     Event,
     OneTrialsEvent,
     Quarantined,
     Reported,
 )
 from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
-
-_TAIL = 64
-"""How many of the last entries are searched: after a `Deletion` come only few entries of guests."""
 
 
 class OutdatedStateError(TuneError):
@@ -62,9 +57,8 @@ class OutdatedStateError(TuneError):
 
 def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
     """Return the key of the trial's own journal if that exists, else of its experiment's."""
-    own = JournalKey(experiment=trial.experiment, trial=trial.trial)
-    has_own = store.size(own.entry_path(1)) is not None
-    return own if has_own else JournalKey(experiment=trial.experiment)
+    has_own = store.size(trial.journal.entry_path(1)) is not None
+    return trial.journal if has_own else trial.of_experiment
 
 
 def trial_in(state: Experiment, trial: TrialKey) -> Trial | None:
@@ -81,16 +75,8 @@ def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: Parallel
         Superseded: its experiment is being deleted, or was deleted.
         JournalCorrupt, UnknownVersion: as `load`.
     """
-    key = journal_of(store, trial)
-    try:
-        state = load(store, key, side_by_side=side_by_side)
-    except JournalCorrupt:
-        if not is_deletion(store, key):
-            raise
-        found = None
-    else:
-        found = None if state.is_removed else trial_in(state, trial)
-    if found is None:
+    state = load(store, journal_of(store, trial), side_by_side=side_by_side)
+    if (found := None if state.is_removed else trial_in(state, trial)) is None:
         raise Superseded(f"{trial.folder}: its experiment is being deleted, or was deleted. Stop here")
     return found
 
@@ -150,39 +136,12 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     journal = journal_of(store, key.trial)
     try:
         state = load(store, journal, side_by_side=map)
-    except JournalCorrupt:
-        return is_deletion(store, journal)
+    except Superseded:  # its experiment was deleted
+        return True
     if not state.number:  # a copy without a journal, or a deleted experiment
         return store.size(key.manifest_path) is None
     found = trial_in(state, key.trial)
     return state.is_removed or (found is not None and is_collectable(found, key))
-
-
-# ------------------------------------------------------------------------------------------------ deleted journals
-
-
-def is_deletion(store: ObjectStore, key: JournalKey) -> bool:
-    """Return whether a deletion explains the missing entries of the journal `key`.
-
-    True if the newest remaining `Deletion` is not cancelled; or, without one, if no blob
-    remains: then a late write has arrived after everything was deleted.
-    """
-    numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
-    for number in reversed(numbers[-_TAIL:]):
-        deletion = _deletion_in(store, key, number)
-        if deletion is not None:
-            return not deletion.cancelled
-    return not any("/blobs/" in each.path for each in store.list(key.folder))
-
-
-def _deletion_in(store: ObjectStore, key: JournalKey, number: int) -> Deletion | None:
-    path = key.entry_path(number)
-    try:
-        entry = None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
-    except JournalCorrupt:
-        return None
-    found = [each for each in entry.events if isinstance(each, Deletion)] if entry else []
-    return found[-1] if found else None
 
 
 # Read a checkpoint back, verifying every byte while it streams; unverified bytes are never returned.
@@ -199,9 +158,8 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
         manifest = decode_manifest(read_document(store, key.manifest_path, CheckpointCorrupt), key.manifest_path)
     except ObjectNotFound as absent:
         raise CheckpointNotFound(f"{key.manifest_path}: no such checkpoint is committed") from absent
-    found = (manifest.experiment, manifest.trial, manifest.step, manifest.sequence)
-    if found != (key.trial.experiment, key.trial.trial, key.step, key.sequence):
-        raise CheckpointCorrupt(f"{key.manifest_path}: holds the manifest of another checkpoint: {found}")
+    if manifest.key != key:
+        raise CheckpointCorrupt(f"{key.manifest_path}: holds the manifest of another checkpoint: {manifest.key.folder}")
     return manifest
 
 
@@ -306,7 +264,7 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Orphaned
 
 def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> list[CheckpointKey]:
     """Return the keys of saves that may be adopted, newest first."""
-    folder = TrialKey(experiment=experiment.name, trial=trial.trial)
+    folder = experiment.trial_key(trial.trial)
     keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
     unsettled = [
         key

@@ -193,7 +193,7 @@ class Demo:
         whole = {hit.blob_path(index): blob.size_bytes for index, blob in enumerate(hit.blobs)}
         starts = (
             event.from_step
-            for entry in history(self.store, trial.experiment, side_by_side=map)
+            for entry in history(self.store, trial.of_experiment, side_by_side=map)
             for event in entry.events
             if isinstance(event, Started)
         )
@@ -202,7 +202,7 @@ class Demo:
 
     def train(self, track: Track, run: str, *, is_killed: bool = False) -> TrialKey:
         """Run the flow in a process of its own, as a script would; return its one trial."""
-        began, trial = time.monotonic(), TrialKey(experiment=f"{self.name}-{run}", trial="trial")
+        began, trial = time.monotonic(), TrialKey(experiment=f"{self.name}-{run}", generation=1, trial="trial")
         log, values = self.directory / f"{run}.log", (trial.experiment, self.steps, self.save_every, self.width)
         command = [sys.executable, "-P", "-m", "prefect_tune.demo.model", self.place, *map(str, values)]
         with (

@@ -216,7 +216,7 @@ class RemoteExecutor:
     def _id_of(self, spec: TrialSpec) -> str:
         """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
         if self._experiment_id is None:
-            self._experiment_id = experiment_id(self._target, spec.trial.experiment)
+            self._experiment_id = experiment_id(self._target, spec.trial.of_experiment)
         return self._experiment_id or ""
 
     def _await(self, trial: str, wait: Callable[[], object]) -> None:

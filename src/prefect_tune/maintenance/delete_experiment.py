@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import kind_of
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
 from prefect_tune.core.models import plural, valid_name
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.recovery import is_deletion
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, no_experiment
+from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
+from prefect_tune.core.storage.generations import is_deleted, no_experiment, objects_before
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import on_target
@@ -43,8 +43,9 @@ class ExperimentContents:
 def delete_experiment(experiment: str, *, target: StorageTarget | str, even_if_running: bool = False) -> int:
     """Delete an experiment from its target for good, and return the number of deleted objects.
 
-    If the call is interrupted, the experiment can no longer be opened, and a second call deletes the rest. A fork
-    releases the checkpoints of its origin. What Prefect's server has of the experiment, its runs and artifacts, stays.
+    If the call is interrupted, the experiment can no longer be opened, and a second call deletes the rest. The name can
+    be used again from the time at which the first object is deleted; a marker of some 300 bytes stays. A fork releases
+    the checkpoints of its origin. What Prefect's server has of the experiment, its runs and artifacts, stays.
 
     Args:
         experiment: its name on the target.
@@ -59,12 +60,14 @@ def delete_experiment(experiment: str, *, target: StorageTarget | str, even_if_r
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     place = resolve_existing(target)
-    contents_of(experiment, target=place, even_if_running=even_if_running)
+    journal = on_target(
+        place, lambda store: _found(store, experiment, place.uri, even_if_running=even_if_running).journal, _TIMEOUT
+    )
     owner, stamp = current_owner(), new_write_id()  # the same for every try, so that a retry is the same deletion
 
     def delete(store: ObjectStore) -> int:
         with transfer_pool() as transfers:
-            return remove(store, experiment, owner, stamp, side_by_side=transfers)
+            return remove(store, journal, owner, stamp, side_by_side=transfers)
 
     return on_target(place, delete, _TIMEOUT)
 
@@ -79,34 +82,34 @@ def contents_of(experiment: str, *, target: StorageTarget | str, even_if_running
     place = resolve_existing(target)
 
     def look(store: ObjectStore) -> ExperimentContents:
-        state = _state(store, valid_name(experiment), place.uri)
-        if state is not None and not even_if_running:
-            _require_no_run(store, state, place.uri)
-        return _contents(experiment, state, store.list(experiment))
+        found = _found(store, experiment, place.uri, even_if_running=even_if_running)
+        return _contents(found, objects_before(store, experiment, found.journal.generation + 1))
 
     return on_target(place, look, _TIMEOUT)
 
 
-def _state(store: ObjectStore, name: str, uri: str) -> Experiment | None:
-    """Return the experiment; None if an interrupted deletion has begun to delete its journal.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The generation to delete, and its experiment; None if only an interrupted deletion has left objects."""
+
+    journal: JournalKey
+    state: Experiment | None
+
+
+def _found(store: ObjectStore, name: str, uri: str, *, even_if_running: bool) -> _Found:
+    """Find what a deletion would delete, after the same checks.
 
     A folder without a journal is no experiment: whatever it holds, it is not deleted.
     """
-    key = JournalKey(experiment=name)
-    if not store.list(key.entries):
+    if (journal := generation_to_delete(store, valid_name(name))) is None:
         raise InvalidInput(no_experiment(store, name, uri))
-    try:
-        with transfer_pool() as transfers:
-            state = load(store, name, side_by_side=transfers)
-    except JournalCorrupt:
-        if is_deletion(store, key):
-            return None
-        raise
-    if not state.number:
-        if is_deletion(store, key):
-            return None
-        raise InvalidInput(no_experiment(store, name, uri))
-    return None if state.is_removed else state
+    if is_deleted(store, journal):
+        return _Found(journal, None)
+    with transfer_pool() as transfers:
+        state = load(store, journal, side_by_side=transfers)
+    if not (even_if_running or state.is_removed):
+        _require_no_run(store, state, uri)
+    return _Found(journal, state)
 
 
 def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
@@ -132,18 +135,16 @@ def _require_no_run(store: ObjectStore, state: Experiment, uri: str) -> None:
     )
 
 
-def _contents(name: str, state: Experiment | None, listed: Sequence[Listed]) -> ExperimentContents:
-    parts = [each.path.split("/") for each in listed]
-    trials = {each[2] for each in parts if len(each) > 3 and each[1] == "trials"} | set(state.trials if state else ())
-    manifests = (
-        CheckpointKey.from_manifest_path(TrialKey(experiment=name, trial=split[2]), each.path)
-        for split, each in zip(parts, listed, strict=True)
-        if len(split) > 3 and split[1] == "trials"
-    )
+def _contents(found: _Found, listed: Sequence[Listed]) -> ExperimentContents:
+    folder = f"{found.journal.folder}/trials/"
+    named = [
+        (each.path.removeprefix(folder).split("/")[0], each.path) for each in listed if each.path.startswith(folder)
+    ]
+    keys = (CheckpointKey.from_manifest_path(found.journal.trial_key(trial), path) for trial, path in named)
     return ExperimentContents(
-        name,
-        trial_count=len(trials),
-        checkpoint_count=sum(key is not None for key in manifests),
+        found.journal.experiment,
+        trial_count=len({trial for trial, _ in named} | set(found.state.trials if found.state else ())),
+        checkpoint_count=sum(key is not None for key in keys),
         object_count=len(listed),
         size_bytes=sum(each.size_bytes for each in listed),
     )

@@ -20,6 +20,7 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     StoreRefused,
     StoreUnavailable,
+    Superseded,
     UnknownVersion,
 )
 from prefect_tune.core.experiment.retention import Retention
@@ -31,7 +32,7 @@ from prefect_tune.core.texts import visible
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
-    is_there,
+    journal_named,
     prune_checkpoints,
     quarantine_checkpoints,
     verify_checkpoints,
@@ -254,33 +255,35 @@ class ExperimentMaintenance:
 
     def run(self) -> Upkeep:
         """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
-        acts: list[tuple[str, Callable[[], None]]] = []
+        acts: list[tuple[str, Callable[[JournalKey], None]]] = []
         if (sample := self._options.sample) is not None:
-            acts.append(("checkpoints", partial(self._verify, sample)))
+            acts.append(("checkpoints", partial(self._verify, sample=sample)))
         if (retention := self._options.retention) is not None:
-            acts.append(("retention", partial(self._prune, retention)))
+            acts.append(("retention", partial(self._prune, retention=retention)))
         if self._options.collect:
             acts.append(("garbage", self._collect))
-        for what, act in acts:
-            with self._or_reported(what):
-                act()
+        with self._or_skipped("everything"):
+            journal = journal_named(self._options.target, self.name)
+            for what, act in acts:
+                with self._or_reported(what, journal):
+                    act(journal)
         return self.upkeep
 
     # ------------------------------------------------------------------------------------------ failures
 
     @contextmanager
-    def _or_reported(self, what: str) -> Iterator[None]:
+    def _or_reported(self, what: str, journal: JournalKey) -> Iterator[None]:
         with self._or_skipped(what):
             try:
                 yield
             except JournalCorrupt as error:
-                self._journal_is_damaged(what, error)
+                self._journal_is_damaged(what, journal, error)
 
     @contextmanager
     def _or_skipped(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (StoreUnavailable, StoreRefused, CommitUnknown, UnknownVersion) as error:
+        except (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion) as error:
             self._skip(what, str(error))
 
     def _skip(self, what: str, why: str) -> None:
@@ -292,13 +295,9 @@ class ExperimentMaintenance:
         for each in unreadable:
             self._skip(f"{what} {each.folder}".strip(), each.why)
 
-    def _journal_is_damaged(self, what: str, error: JournalCorrupt) -> None:
-        if not is_there(self._options.target, self.name):
-            self._skip(what, "the experiment is being deleted")
-            return
+    def _journal_is_damaged(self, what: str, journal: JournalKey, error: JournalCorrupt) -> None:
         self._skip(what, f"the journal is damaged: {error}")
-        folder = JournalKey(experiment=self.name).entries
-        self._add([self._damaged(folder, str(error))])
+        self._add([self._damaged(journal.entries, str(error))])
 
     # ------------------------------------------------------------------------------------------ damage
 
@@ -311,8 +310,8 @@ class ExperimentMaintenance:
         by_folder = {each.folder: each for each in (*self.upkeep.damaged, *damaged)}
         self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
-    def _verify(self, sample: Sample) -> None:
-        found = verify_checkpoints(self._options.target, self.name, sample)
+    def _verify(self, journal: JournalKey, sample: Sample) -> None:
+        found = verify_checkpoints(self._options.target, journal, sample)
         self.upkeep = replace(
             self.upkeep,
             live_count=len(found.live),
@@ -330,11 +329,13 @@ class ExperimentMaintenance:
             if each.is_damage
         ]
         self._add([*checkpoints, *journals])
-        quarantined = self._quarantine(found, checkpoints)
+        quarantined = self._quarantine(journal, found, checkpoints)
         folders = {key.folder for key in quarantined}
         self._add([replace(each, is_quarantined=each.folder in folders) for each in checkpoints])
 
-    def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
+    def _quarantine(
+        self, journal: JournalKey, found: Inspection, damaged: Sequence[DamagedCheckpoint]
+    ) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints, after publishing their damage: no later run finds it again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
@@ -344,24 +345,26 @@ class ExperimentMaintenance:
         show_report(MaintenanceReport(self._options.target.uri, (self.upkeep,), (), dry_run=False))
         with self._or_skipped("quarantine"):
             reasons = {each.key: each.damage or "" for each in found.damaged}
-            quarantined += quarantine_checkpoints(self._options.target, self.name, reasons)
+            quarantined += quarantine_checkpoints(self._options.target, journal, reasons)
         return quarantined
 
     # ------------------------------------------------------------------------------------------ pruning and garbage
 
-    def _prune(self, retention: Retention) -> None:
+    def _prune(self, journal: JournalKey, retention: Retention) -> None:
         options = self._options
-        found = prune_checkpoints(options.target, self.name, retention, dry_run=options.dry_run)
+        found = prune_checkpoints(options.target, journal, retention, dry_run=options.dry_run)
         self.upkeep = replace(self.upkeep, pruned_count=found.count)
         self._skip_unreadable("retention of", found.unreadable)
 
-    def _collect(self) -> None:
+    def _collect(self, journal: JournalKey) -> None:
         options = self._options
-        found = collect_garbage(options.target, self.name, dry_run=options.dry_run, until=options.until)
+        found = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
         self.upkeep = replace(
             self.upkeep,
-            collected_count=sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
-            collected_bytes=sum(each.orphan_bytes for each in found.trials),
+            collected_count=len(found.dead)
+            + sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
+            collected_bytes=sum(each.size_bytes for each in found.dead)
+            + sum(each.orphan_bytes for each in found.trials),
             undecided_count=sum(each.undecided_count for each in found.trials),
         )
         for each in found.trials:

@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Cloned, Committed
 from prefect_tune.core.notifications.prefect_events import BestImproved, abbreviated, payload_of
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.prefect_api.artifacts import PrefectEvent, as_related, asset_of, materialized, referenced
 
 _MOST_SOURCES = 20
@@ -54,9 +54,9 @@ class ExperimentAddress:
         """The experiment, as a related resource of a trial's events."""
         return {**self.resource, "prefect.resource.role": "experiment"}
 
-    def checkpoints(self, trial: str) -> str:
+    def checkpoints(self, trial: TrialKey) -> str:
         """Return the URI of a trial's checkpoints, which is the key of their asset."""
-        return f"{self.uri}/trials/{trial}/checkpoints"
+        return _within(self.target, trial.checkpoints)
 
     @property
     def best(self) -> str:
@@ -84,8 +84,9 @@ def _plain(uri: str) -> str:
 class Lineage:
     """Builds the asset events of one experiment; none if Prefect refuses its URI as an asset key."""
 
-    def __init__(self, place: ExperimentAddress) -> None:
+    def __init__(self, place: ExperimentAddress, journal: JournalKey) -> None:
         self._place = place
+        self._journal = journal
         self._exploited: dict[str, str] = {}
         self._known: set[str] = set()
 
@@ -97,12 +98,12 @@ class Lineage:
         parent = newest_checkpoint(before) if before else None
         metadata = self._metadata(event.checkpoint, parent, after) | {"exploited": source}
         name = f"{self._place.experiment}/{event.trial}: checkpoints"
-        asset = asset_of(self._place.checkpoints(event.trial), name, _OF_A_TRIAL)
-        yield from self._made(asset, [self._place.checkpoints(source)] if source else [], metadata)
+        asset = asset_of(self._checkpoints(event.trial), name, _OF_A_TRIAL)
+        yield from self._made(asset, [self._checkpoints(source)] if source else [], metadata)
 
     def related(self, trial: str) -> Sequence[Mapping[str, str]]:
         """Return the asset of a trial's checkpoints, as a related resource of a commit."""
-        asset = asset_of(self._place.checkpoints(trial))
+        asset = asset_of(self._checkpoints(trial))
         return [as_related(asset)] if asset else []
 
     def best(self, news: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
@@ -118,10 +119,13 @@ class Lineage:
         upstream = [*forked, *(f"{each}/best" for each in warm_starts)]
         metadata = {**payload_of(news), "warm_start": warm_starts, "forked_from": origin}
         best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
-        yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
+        yield from self._made(best, [self._checkpoints(news.trial), *upstream], metadata)
+
+    def _checkpoints(self, trial: str) -> str:
+        return self._place.checkpoints(self._journal.trial_key(trial))
 
     def _metadata(self, checkpoint: CheckpointRef, parent: CheckpointRef | None, trial: Trial) -> dict[str, object]:
-        folder = TrialKey(experiment=self._place.experiment, trial=trial.trial)
+        folder = self._journal.trial_key(trial.trial)
         known = checkpoint.model_dump(mode="json", include={"step", "sequence", "metrics", "size_bytes"})
         return {
             "trial": trial.trial,

@@ -41,6 +41,7 @@ from prefect_tune.core.notifications.callback_delivery import (
     keep_state,
     newest_state,
 )
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
@@ -103,6 +104,8 @@ class CallbackThread(SearchObserver):
     Delivery position and state are stored on the target; what the callback has not received is read from the journal.
     """
 
+    _journal: JournalKey
+
     def __init__(self, callback: Callback, name: str, target: StorageTarget, search: SearchInfo, log: Log) -> None:
         self._callback = callback
         self._name = name
@@ -121,6 +124,7 @@ class CallbackThread(SearchObserver):
 
     def start(self, experiment: Experiment) -> None:
         """Start the thread; it first delivers what the journal holds up to this state."""
+        self._journal = experiment.key
         self._put(_Item(experiment))
         self._thread.start()
 
@@ -182,7 +186,7 @@ class CallbackThread(SearchObserver):
 
     def _newest_state(self) -> CallbackState | None:
         with self._target.open(timeout=_TIMEOUT) as store:
-            return newest_state(store, self._search.experiment, self._name)
+            return newest_state(store, self._journal, self._name)
 
     def _take(self, item: _Item) -> None:
         news = item.news
@@ -217,7 +221,7 @@ class CallbackThread(SearchObserver):
 
     def _missed_entries(self) -> Sequence[Entry]:
         with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-            return entries_beyond(store, self._search.experiment, self._tracker.number, side_by_side=transfers)
+            return entries_beyond(store, self._journal, self._tracker.number, side_by_side=transfers)
 
     def _deliver(self, news: Iterable[Delivered], experiment: Experiment) -> None:
         for event in news:
@@ -258,7 +262,7 @@ class CallbackThread(SearchObserver):
         kept = CallbackState(number=number, write_id=write_id, position=self._tracker.position, state=state)
         try:
             with self._target.open(timeout=_TIMEOUT) as store:
-                keep_state(store, self._search.experiment, self._name, kept)
+                keep_state(store, self._journal, self._name, kept)
         except CommitUnknown:
             self._state_number = number  # it may be taken: the next call uses the next one
             raise

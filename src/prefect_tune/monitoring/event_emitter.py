@@ -102,7 +102,7 @@ class EventBuilder:
         self._best = BestSoFar(context.objective, experiment)
         self._pending_best: tuple[BestImproved, Experiment] | None = None
         self._best_emitted_at = now - _BEST_EVERY_SECONDS
-        self._lineage = Lineage(context.place)
+        self._lineage = Lineage(context.place, experiment.key)
         self._allowance = Allowance(_AT_ONCE, _PER_SECOND)
         self._dropped_count = 0
         self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())

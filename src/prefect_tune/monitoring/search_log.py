@@ -27,7 +27,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import first_line, metric_in
 from prefect_tune.core.schedulers.base import shown
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.storage.layout import TrialKey, below
+from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.texts import visible
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.terminal.formatting import format_value
@@ -58,7 +58,7 @@ class SearchLog(SearchObserver):
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     trial = experiment.trial(each.trial)
                     self._last_reports[each.trial] = self._last_report(trial)
-                    self._log_event(each, trial, experiment.name)
+                    self._log_event(each, trial, experiment.key)
                 case _:
                     pass
 
@@ -76,7 +76,7 @@ class SearchLog(SearchObserver):
         self._write(trial, text, logging.WARNING)
 
     def _log_event(
-        self, event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp, trial: Trial, experiment: str
+        self, event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp, trial: Trial, experiment: JournalKey
     ) -> None:
         text, level = "", logging.INFO
         match event:
@@ -116,7 +116,7 @@ class SearchLog(SearchObserver):
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"
 
-    def _ended(self, end: str, reason: str, trial: Trial, experiment: str) -> str:
+    def _ended(self, end: str, reason: str, trial: Trial, experiment: JournalKey) -> str:
         why, saved = first_line(reason), self._saved(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {why}{saved}"
@@ -125,9 +125,9 @@ class SearchLog(SearchObserver):
             metrics, why = self._metrics_of(trial, ""), why.partition(": ")[2]  # a scheduler begins with the result
         return f"{end} at step {trial.step}{metrics}{self._compared(trial)}: {why}{saved}"
 
-    def _saved(self, end: str, trial: Trial, experiment: str) -> str:
+    def _saved(self, end: str, trial: Trial, experiment: JournalKey) -> str:
         """Return the newest checkpoint; of a trial that the scheduler takes off its slot only what differs."""
-        key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+        key = newest_key(experiment.trial_key(trial.trial), trial)
         if key is None:
             return "; no checkpoint"
         if end not in {Status.PAUSED, Status.PRUNED}:

@@ -235,7 +235,7 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     }
     return TrialSpec(
         **{**of_the_trial, **meant},
-        trial=TrialKey(experiment=plan.experiment, trial="any"),
+        trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         fingerprint=plan.fingerprint,
         stopper=pickled_or_path(stopper),
         needs_curve=stopper.looks_back,

@@ -26,7 +26,7 @@ from prefect_tune.core.models import flat
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, HistoryView, OwnershipPeriod
 
 # The data of a report: the current trials, their ranking, and the parameters in which they differ.
@@ -279,7 +279,7 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     owners = {each.trial: each.owner for each in history.attempts}
 
     def found(trials: Sequence[Trial], most: int) -> Sequence[TrialFacts]:
-        return [_trial_facts(each, state.name, owners.get(each.trial), links) for each in trials[:most]]
+        return [_trial_facts(each, state.key, owners.get(each.trial), links) for each in trials[:most]]
 
     ownerships, domains = _until_now(report_input), report_input.domains
     nested = [f"{each}/" for each in domains]
@@ -313,8 +313,8 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     )
 
 
-def _trial_facts(trial: Trial, experiment: str, owner: Owner | None, links: Links) -> TrialFacts:
-    key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+def _trial_facts(trial: Trial, experiment: JournalKey, owner: Owner | None, links: Links) -> TrialFacts:
+    key = newest_key(experiment.trial_key(trial.trial), trial)
     return TrialFacts(
         trial=trial.trial,
         status=str(trial.status),

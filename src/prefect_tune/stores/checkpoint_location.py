@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
 _COMMITTED = re.compile(
-    r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/trials/(?P<trial>[^/]+)"
+    r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/(?P<generation>[1-9]\d*)/trials/(?P<trial>[^/]+)"
     r"/checkpoints/(?P<step>\d{10,})-(?P<sequence>\d{10,}))"
 )
 
@@ -299,7 +299,7 @@ class TargetPlace:
         found = _COMMITTED.fullmatch(self.folder)
         if not found:
             return None
-        trial = TrialKey(experiment=found["experiment"], trial=found["trial"])
+        trial = TrialKey(experiment=found["experiment"], generation=int(found["generation"]), trial=found["trial"])
         return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
 
     def _named(self, token: str, manifest: Manifest | None) -> str:

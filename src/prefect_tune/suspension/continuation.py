@@ -77,7 +77,7 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice
     if choice.way != "other checkpoint":
         return ""
     (trial,) = state.trials.values()
-    key = _checkpoint_at(TrialKey(experiment=state.name, trial=trial.trial), trial, choice.checkpoint)
+    key = _checkpoint_at(state.trial_key(trial.trial), trial, choice.checkpoint)
     damage = damage_of_checkpoint(target, key)
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
@@ -107,7 +107,7 @@ def _follows(spec: TrialSpec, state: Experiment, trial: Trial, choice: ResumeCho
 
 def _copy(spec: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned:
     """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
-    key = _checkpoint_at(spec.trial, trial, step)
+    key = _checkpoint_at(state.trial_key(trial.trial), trial, step)
     cloned = clone_checkpoint(spec.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
     reason = f"returned to step {step}, as chosen on Resume"
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
@@ -137,7 +137,7 @@ def _training_form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
 
 def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:
     for name, trial in state.trials.items():
-        if changed := code_changed(target, TrialKey(experiment=state.name, trial=name), trial, trainable):
+        if changed := code_changed(target, state.trial_key(name), trial, trainable):
             return f"⚠️ {changed}"
     return "code: unchanged since the newest checkpoint, as far as can be told"
 

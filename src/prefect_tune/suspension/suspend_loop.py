@@ -24,7 +24,7 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events.experiment_events import Answered, Question
 from prefect_tune.core.journal_events.trial_events import Scalar, answer_to, default_of
 from prefect_tune.core.texts import visible
-from prefect_tune.journal_access import new_write_id, read_experiment, read_known
+from prefect_tune.journal_access import new_write_id, read_journal, read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
@@ -204,7 +204,7 @@ def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
     plan = turn.plan
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
-    return restore_experiment_state(plan.target, plan.experiment, owner, new_write_id(), read)
+    return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
 
 def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
     try:
-        owner = read_experiment(target, experiment).owner
+        owner = read_journal(target, experiment).experiment.owner
     except TuneError:
         return False
     return owner is not None and owner.flow_run == flow_run.id

@@ -35,7 +35,7 @@ from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
-from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import (
     AttemptExited,
@@ -214,7 +214,7 @@ class TrialJournalMerger:
         return on_target(self._journal_writer.target, lambda store: next_entry(store, key, number), _TIMEOUT)
 
     def _journal(self, trial: str) -> JournalKey:
-        return JournalKey(experiment=self._pending_entry.state.name, trial=trial)
+        return self._pending_entry.state.key.of_trial(trial)
 
     def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None, *, writer: Writer) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
@@ -372,7 +372,7 @@ class Driver:
                 self._put(event)
             self._before_training = tuple
         state = self._state.trial(trial)
-        spec = replace(self._spec, trial=TrialKey(experiment=self._state.name, trial=trial))
+        spec = replace(self._spec, trial=self._state.trial_key(trial))
         number = state.attempt + (not finds)
         request = AttemptRequest(
             search_term=self._state.term,

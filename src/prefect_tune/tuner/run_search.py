@@ -320,7 +320,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             log_opening(now, state, slots, where, log)
             with (
                 StopRequestPoller(
-                    plan.target, name, len(state.stop_requests), spec.sync.sync_period, stop
+                    plan.target, state.key, len(state.stop_requests), spec.sync.sync_period, stop
                 ) as stop_requests,
                 subscribers.listening(journal_writer, executor.__contains__, stop, log) as listener,
             ):

@@ -22,7 +22,6 @@ from prefect_tune.core.models import first_line, plural
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.search.objective import UNNAMED
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.texts import visible
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
@@ -66,7 +65,7 @@ def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Tria
     turn: Turn | None = (first := first_turn(Turn(plan), TRAINING_QUESTION, last_form()))
     stopper = stopper_of_one_trial(first.plan.stopper)
     spec = trial_spec(first.plan, stopper)
-    spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), own_journal=False)
+    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(ONLY_TRIAL), own_journal=False)
     require_possible(spec)
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
@@ -77,7 +76,7 @@ def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Tria
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     _log_unsaved_steps(trial)
-    return spec, trial
+    return replace(spec, trial=state.trial_key(ONLY_TRIAL)), trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +88,24 @@ class _TrainingPlan:
     stopper: Stopper
     options: SearchPlan
 
+    def of(self, state: Experiment) -> _TrainingPlan:
+        """Return the plan for the generation of the experiment that was found."""
+        return replace(self, spec=replace(self.spec, trial=state.trial_key(ONLY_TRIAL)))
+
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
         trial = state.trials.get(ONLY_TRIAL)
         return trial is not None and trial.phase is Phase.FINISHED and has_had_enough(self.spec, trial, self.stopper)
 
 
-def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
-    spec = training.spec
+def _trained(begun: _TrainingPlan, turn: Turn) -> Experiment:
+    target = begun.spec.target
 
     def train(stop: threading.Event) -> Experiment:
-        check_target(spec.target)
-        known = turn.known or read_known(spec.target, turn.plan.experiment)
+        check_target(target)
+        known = turn.known or read_known(target, turn.plan.experiment)
+        training = begun.of(known.experiment)
+        spec = training.spec
         require_same_training(known.experiment, spec, training.config)  # before an earlier owner is superseded
         if spec.isolation == "process" and not _is_finished(known.experiment):
             pool.prepare(spec.trainable, get_run_logger())  # a child process starts while the experiment opens
@@ -114,7 +119,7 @@ def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
             return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
 
     with process_pool(get_run_logger(), slots=0) as pool, as_one_owner(turn):
-        return interruptible(train, grace=spec.grace)
+        return interruptible(train, grace=begun.spec.grace)
 
 
 def _driven(

@@ -35,7 +35,8 @@ from prefect_tune.core.messages.stop_requests import (
     stop_event,
 )
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
-from prefect_tune.core.storage.layout import JournalKey, TrialKey, no_experiment, results_path
+from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import TrialExecutor
@@ -162,7 +163,7 @@ class StopRequestPoller(StopSource):
     def __init__(
         self,
         target: StorageTarget,
-        experiment: str,
+        experiment: JournalKey,
         journaled_count: int,
         sync_period: timedelta,
         interrupted: threading.Event,
@@ -280,7 +281,9 @@ def stop(
         InvalidInput: there is no such search or trial; no request was sent.
         StoreUnavailable: the target did not answer.
     """
-    asking = _Asking(resolve_existing(target), experiment, trial, _said(reason))
+    place = resolve_existing(target)
+    journal = on_target(place, lambda store: current_journal(store, experiment))
+    asking = _Asking(place, journal, trial, _said(reason))
     return asking.until_answered(wait_seconds)
 
 
@@ -298,9 +301,10 @@ def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: Obj
 class _Asking:
     """One stop request, sent again under the next number if another request was acknowledged under its number."""
 
-    def __init__(self, target: StorageTarget, experiment: str, trial: str | None, reason: str) -> None:
+    def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: str) -> None:
         self._target = target
-        self._name = experiment
+        self._journal = journal
+        self._name = journal.experiment
         self._trial = trial
         self._reason = reason
         self._sent_to: set[str] = set()
@@ -338,15 +342,15 @@ class _Asking:
         leave = Leave(reason=self._reason, save=True, for_good=True, end="interrupted")
         said = leave if self._trial else StopAndSave()
         for name in [self._trial] if self._trial else list(state.trials):
-            key = TrialKey(experiment=self._name, trial=name)
+            key = state.trial_key(name)
             if name not in self._sent_to and state.trial(name).phase not in ENDED:
-                own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
+                own = self._loaded(key.journal).trials.get(name)
                 if own is not None and own.phase is Phase.RUNNING:
                     self._on_store(partial(_answer, key, own.attempt, said))
                     self._sent_to.add(name)
 
     def _looked_at(self) -> Experiment:
-        return self._checked(self._loaded(JournalKey(experiment=self._name)))
+        return self._checked(self._loaded(self._journal))
 
     def _loaded(self, journal: JournalKey) -> Experiment:
         def look(store: ObjectStore) -> Experiment:
@@ -386,7 +390,7 @@ class _Asking:
         """
         if any(each.phase not in ENDED for each in state.trials.values()):
             return False
-        path = results_path(self._name, "trials", state.number)
+        path = results_path(state.key, "trials", state.number)
         return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
 
     def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:

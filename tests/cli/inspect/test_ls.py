@@ -105,7 +105,7 @@ def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
 def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
     write_experiment(tmp_path, "whole", [2])
     write_experiment(tmp_path, "torn", [2])
-    entry = sorted(tmp_path.glob("torn/journal/*.json"))[1]
+    entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes()[:-20])
     listed = json.loads(run("ls", tmp_path, "--json").out)

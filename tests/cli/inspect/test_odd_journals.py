@@ -24,6 +24,7 @@ from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, wri
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore, make_root
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run
 
 
@@ -32,7 +33,9 @@ def forged(folder: Path, metric: Any) -> str:
     make_root(folder)
     with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
         stamps = (Stamp(write_id=name, at="some day") for name in ("first", "second"))
-        state = take_over(store, "e", Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map)
+        state = take_over(
+            store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
+        )
         append(store, state, [Configured(settings={"metric": metric})], next(stamps))
     return str(folder)
 
@@ -56,9 +59,11 @@ def test_running_trials_without_updates_are_dim_and_have_no_reason(
     age: timedelta, is_stale: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_root(tmp_path / "runs")
-    store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e")
+    store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e", generation=1)
     stamps = (Stamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
-    state = take_over(store, "e", Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map)
+    state = take_over(
+        store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps), side_by_side=map
+    )
     lost = AttemptEnded(trial="first", cause=Cause.MACHINE, message="its owner vanished")
     started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
     for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):

@@ -19,7 +19,7 @@ from tests.fakes.searches.experiments import write_experiment
 
 
 def blobs(target: Path) -> list[Path]:
-    return sorted(target.glob("digits/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
+    return sorted(target.glob("digits/1/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
 
 
 def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_was_put_aside_is_listed_as_quarantined(run: Run, tmp_
 def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
     run: Run, target: Path, damage: Callable[[Path], object]
 ) -> None:
-    damage(sorted(target.glob("digits/trials/trial/checkpoints/*/manifest.json"))[1])
+    damage(sorted(target.glob("digits/1/trials/trial/checkpoints/*/manifest.json"))[1])
     rows = json.loads(run("checkpoints", target, "digits", "--json").out)
     assert [(row["step"], row["status"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
 

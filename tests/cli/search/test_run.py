@@ -142,7 +142,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
         text=True,
         cwd=Path(__file__).parents[3],
     )
-    _wait_for(lambda: any(tmp_path.glob("e/trials/*/checkpoints/*/manifest.json")))
+    _wait_for(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")))
     process.send_signal(interrupt)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130

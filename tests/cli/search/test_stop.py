@@ -26,18 +26,18 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
     assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step = 3 reached 3\n")
     asked = run(*whole)
     assert (asked.code, asked.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
-    assert not (tmp_path / "runs" / "moods" / "requests").exists()
+    assert not (tmp_path / "runs" / "moods" / "1" / "requests").exists()
 
 
 def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(moods / "moods", tmp_path / "moods")
-    shutil.rmtree(tmp_path / "moods" / "results")  # between two trials, or killed before it could publish them
+    shutil.rmtree(tmp_path / "moods" / "1" / "results")  # between two trials, or killed before it could publish them
     done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
     assert done.code == 1
     answer = json.loads(done.out)
     assert (answer["status"], "no run has answered" in answer["message"]) == ("unanswered", True)
     assert "a run that begins later is not stopped by this" in answer["message"]
-    assert len(list((tmp_path / "moods" / "requests").iterdir())) == 1
+    assert len(list((tmp_path / "moods" / "1" / "requests").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_the_training_of_one_trial_is_told_how_it_is_stopped(target: Path, run: 
     done = run("stop", target, "digits")
     assert done.code == 2
     assert "is not a search: cancel its flow run" in done.err
-    assert not (target / "digits" / "requests").exists()
+    assert not (target / "digits" / "1" / "requests").exists()

@@ -45,12 +45,12 @@ def test_the_checkpoints_of_all_trials_are_listed_and_those_of_one(run: Run, moo
 def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no_damage(
     run: Run, own_moods: Path
 ) -> None:
-    store, own = PosixStore(own_moods), JournalKey(experiment="moods", trial="00001")
+    store, own = PosixStore(own_moods), JournalKey(experiment="moods", generation=1, trial="00001")
     state = take_over(store, own, Owner(name="t", host="h", pid=1), Stamp(write_id="a", at="now"), side_by_side=map)
     oldest = state.trial("00001").checkpoints[0]
     retired = Retired(trial="00001", retires=(oldest.sequence,))
     append(store, state, [retired], Stamp(write_id="b", at="now"))
-    key = TrialKey(experiment="moods", trial="00001")
+    key = TrialKey(experiment="moods", generation=1, trial="00001")
     store.delete([CheckpointKey(trial=key, step=oldest.step, sequence=oldest.sequence).manifest_path])
     rows = json.loads(run("checkpoints", own_moods, "moods", "--trial", "00001", "--json").out)
     assert [(row["step"], row["status"]) for row in rows] == [(3, "live")]
@@ -63,7 +63,7 @@ def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no
 def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> None:
     done = run("verify", own_moods, "moods")
     assert (done.code, done.out.count("whole")) == (0, 4)
-    for blob in own_moods.glob("moods/trials/00001/blobs/*"):
+    for blob in own_moods.glob("moods/1/trials/00001/blobs/*"):
         blob.chmod(0o644)
         blob.write_bytes(b"x")
     broken = run("verify", own_moods, "moods")
@@ -116,8 +116,8 @@ def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("document", ["trials/trial/checkpoints/*/manifest.json", "journal/*2.json", "segments/*"])
 @pytest.mark.parametrize("verb", ["verify", "export", "checkpoints", "gc", "show", "delete"])
 def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path, verb: str, document: str) -> None:
-    (target / "digits" / "segments").mkdir(exist_ok=True)
-    (target / "digits" / "segments" / "0000000010.jsonl").touch()
+    (target / "digits" / "1" / "segments").mkdir(exist_ok=True)
+    (target / "digits" / "1" / "segments" / "0000000010.jsonl").touch()
     for path in (target / "digits").glob(document):
         path.chmod(0o644)
         os.truncate(path, _HUGE_BYTES)
@@ -137,7 +137,7 @@ def test_nothing_is_collected_where_everything_is_needed(run: Run, moods: Path) 
 
 
 def test_a_blob_that_nobody_needs_is_listed_first_and_deleted_when_that_is_asked_for(run: Run, own_moods: Path) -> None:
-    blob = next(own_moods.glob("moods/trials/00003/blobs/*"))
+    blob = next(own_moods.glob("moods/1/trials/00003/blobs/*"))
     stray = blob.with_name(f"{'0' * 64}-{blob.name.partition('-')[2]}")
     stray.write_bytes(b"stray")
     listed = json.loads(run("gc", own_moods, "moods", "--json").out)

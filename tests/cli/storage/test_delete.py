@@ -21,7 +21,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.small_search import search_of_three
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment
 
@@ -44,14 +44,16 @@ def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = Tr
     """Write an experiment whose one trial runs or waits, with a live status of that age; None for none."""
     root.mkdir(exist_ok=True)
     store = PosixStore(root)
-    state = take_over(store, name, OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map)
+    state = take_over(
+        store, first_generation(name), OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"), side_by_side=map
+    )
     events = [TrialAdded(trial="trial", config={}), *[Started(trial="trial", attempt=1, from_step=0)] * runs]
     state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
     if updated is not None:
         at = (datetime.now(UTC) - updated).isoformat()
         trials = (RunningTrial(trial="trial", attempt=1),) * runs
         live = LiveStatus(term=state.term, owner=OWNER, number=1, at=at, period_seconds=PERIOD_SECONDS, trials=trials)
-        write_live_status(store, JournalKey(experiment=name), live)
+        write_live_status(store, JournalKey(experiment=name, generation=1), live)
 
 
 def test_a_script_deletes_with_yes_and_is_told_what_went(target: Path, run: Run) -> None:
@@ -115,7 +117,13 @@ def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_pat
     assert files_in(tmp_path / "target") == before
     assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
     running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now
-    take_over(PosixStore(tmp_path / "target"), "later", OWNER, Stamp(write_id="3", at="2026-11-21"), side_by_side=map)
+    take_over(
+        PosixStore(tmp_path / "target"),
+        first_generation("later"),
+        OWNER,
+        Stamp(write_id="3", at="2026-11-21"),
+        side_by_side=map,
+    )
     assert run("delete", tmp_path / "target", "later", "--yes").code == 0
 
 
@@ -127,7 +135,7 @@ def test_a_search_is_refused_while_it_trains_and_before_and_deleted_when_it_has_
     def proposes(config: object) -> object:
         """Wait, while the first trial is proposed, until a deletion would be refused."""
         until = time.monotonic() + 300
-        while Path(target, "e", "journal").exists() and not refused and time.monotonic() < until:
+        while Path(target, "e", "1", "journal").exists() and not refused and time.monotonic() < until:
             if list(Path(target, "e").glob("live/*")):
                 with pytest.raises(pt.InvalidInput, match="its process was alive as of ") as error:
                     pt.delete_experiment("e", target=target)
@@ -176,7 +184,7 @@ def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
     store = PosixStore(target)
     state = take_over(
         store,
-        "digits",
+        first_generation("digits"),
         OWNER,
         Stamp(write_id="gone", at=""),
         side_by_side=map,
@@ -196,7 +204,7 @@ def test_a_folder_that_is_no_experiment_stays(target: Path, run: Run) -> None:
 
 
 def test_a_corrupt_journal_is_no_deletion(target: Path) -> None:
-    PosixStore(target).delete([JournalKey(experiment="digits").entry_path(2)])
+    PosixStore(target).delete([JournalKey(experiment="digits", generation=1).entry_path(2)])
     before = files_in(target)
     with pytest.raises(pt.JournalCorrupt):
         pt.delete_experiment("digits", target=str(target))
@@ -205,6 +213,6 @@ def test_a_corrupt_journal_is_no_deletion(target: Path) -> None:
 
 def test_a_search_is_deleted_with_the_journals_of_its_trials(moods: Path, tmp_path: Path) -> None:
     shutil.copytree(moods, tmp_path / "copy")
-    assert load(PosixStore(tmp_path / "copy"), "moods", side_by_side=map).number
+    assert load(PosixStore(tmp_path / "copy"), first_generation("moods"), side_by_side=map).number
     assert pt.delete_experiment("moods", target=str(tmp_path / "copy")) > 0
     assert not (tmp_path / "copy" / "moods").exists()

@@ -66,7 +66,7 @@ def test_verify_reads_a_part_of_the_checkpoints_and_refuses_what_is_no_share(run
     read = json.loads(run("verify", target, "digits", "--share", "1/2", "--json").out)
     days.append(datetime.now(UTC).date())  # midnight may have passed
     live = trial_at(LocalTarget(path=str(target)), "digits").checkpoints
-    key = TrialKey(experiment="digits", trial="trial")
+    key = TrialKey(experiment="digits", generation=1, trial="trial")
     parts = [share_of("1/2", day) for day in days]
     expected = [[each.step for each in live if part.has(key.checkpoint_key(each))] for part in parts]
     assert [each["step"] for each in read] in expected

@@ -17,7 +17,7 @@ from tests.core.driver import KEY, Session, Witness
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 
-FOLDER = "e/trials/t/checkpoints/1-1/metadata"
+FOLDER = "e/1/trials/t/checkpoints/1-1/metadata"
 
 
 def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dict[str, object]:

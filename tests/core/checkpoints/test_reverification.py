@@ -21,6 +21,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.protocol.mutate import break_lines
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.servers.s3_sink import S3Sink
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
@@ -95,7 +96,7 @@ def rot(store: ObjectStore, path: str) -> None:
 
 
 def put_aside(session: Session) -> list[int]:
-    entries = history(session.store, NAME, side_by_side=map)
+    entries = history(session.store, first_generation(NAME), side_by_side=map)
     return [event.sequence for entry in entries for event in entry.events if isinstance(event, Quarantined)]
 
 

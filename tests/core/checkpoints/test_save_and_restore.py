@@ -408,7 +408,7 @@ def test_a_save_after_a_fork_refers_to_no_bytes_of_the_other_experiment() -> Non
     store = MemoryStore()
     files = {"a": bytes(range(BLOB)), "b": b"tail"}
     origin = save(store, files).manifest
-    fork = TrialKey(experiment="fork", trial="t")
+    fork = TrialKey(experiment="fork", generation=1, trial="t")
     forked = CheckpointKey(trial=fork, step=1, sequence=1)
 
     reuse = reusable(store, fork, origin, 0)

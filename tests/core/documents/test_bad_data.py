@@ -19,6 +19,7 @@ from prefect_tune.core.recovery import read_manifest, restore
 from prefect_tune.stores.local.staging import DirectorySink
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -67,7 +68,7 @@ def with_entry(left: MemoryStore, number: int, data: bytes) -> MemoryStore:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, NAME, side_by_side=map)
+    return journal.load(store, first_generation(NAME), side_by_side=map)
 
 
 # --------------------------------------------------------------------------------- flips and truncation
@@ -337,5 +338,5 @@ def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:
     store = MemoryStore()
     for name in ("../e", "/e", "", "e/../f"):
         with pytest.raises(InvalidInput):
-            journal.load(store, name, side_by_side=map)
+            journal.load(store, first_generation(name), side_by_side=map)
     assert store.operations.total() == 0

@@ -14,6 +14,7 @@ from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, Session, Witness
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -31,7 +32,7 @@ def state(version: Path) -> MemoryStore:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, "e", side_by_side=map)
+    return journal.load(store, first_generation("e"), side_by_side=map)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
@@ -66,7 +67,7 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
-    entries = journal.history(store, "e", side_by_side=map)
+    entries = journal.history(store, first_generation("e"), side_by_side=map)
     assert [entry.number for entry in entries] == list(range(1, 20))
     assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/segments/" in path])

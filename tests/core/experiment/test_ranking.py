@@ -74,7 +74,7 @@ def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed
 def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_has_made_one_itself() -> None:
     saved, copy = (CheckpointRef(step=4, sequence=number, metrics={"loss": 1.0}) for number in (7, 9))
     source = Trial(trial="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
-    where = CheckpointKey(trial=TrialKey(experiment="e", trial="b"), step=4, sequence=7)
+    where = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="b"), step=4, sequence=7)
     clone = after(
         Trial(trial="a", config={"lr": 1}),
         Cloned(trial="a", checkpoint=copy, source=where, config={"lr": 2}, reason="behind"), 9,

@@ -160,7 +160,7 @@ CLONED = (
     Cloned(
         trial="t",
         checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
-        source=CheckpointKey(trial=TrialKey(experiment="e", trial="other"), step=8, sequence=4),
+        source=CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="other"), step=8, sequence=4),
         reason="it is better",
     ),
     Started(trial="t", attempt=2, from_step=8, from_sequence=9),

@@ -50,12 +50,12 @@ PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
 BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
 
-ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", trial="u"), step=9, sequence=4)
+ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="u"), step=9, sequence=4)
 COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
 
 
 def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE, *, released: bool = False) -> Claimed:
-    journal = JournalKey(experiment="e", trial="u")
+    journal = JournalKey(experiment="e", generation=1, trial="u")
     claim = Claim(step=step, sequence=sequence, clone=clone, journal=journal, term=2)
     return Claimed(trial="t", claim=claim, released=released)
 
@@ -317,7 +317,7 @@ def test_who_is_requeued_has_fresh_budgets() -> None:
 
 
 def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
-    folder = TrialKey(experiment="e", trial="t")
+    folder = TrialKey(experiment="e", generation=1, trial="t")
     assert newest_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
     assert newest_key(folder, of(PENDING, checkpoints=())) is None
 
@@ -344,7 +344,7 @@ def test_a_clone_that_was_overtaken_is_none() -> None:
 
 
 def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_releases_it() -> None:
-    key = CheckpointKey(trial=TrialKey(experiment="e", trial="t"), step=3, sequence=7)
+    key = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial="t"), step=3, sequence=7)
     other = ELSEWHERE.model_copy(update={"step": 10})
     trial = after(of(FINISHED), claim_to(3, 7), 9)
     assert (is_live(trial, key), is_held(trial, key)) == (True, False)

@@ -38,6 +38,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.core.driver import JOURNAL
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 ME = Owner(name="me", host="here", pid=1)
@@ -49,11 +50,11 @@ def stamp(write_id: str) -> Stamp:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, "e", side_by_side=map)
+    return journal.load(store, first_generation("e"), side_by_side=map)
 
 
 def take_over(store: MemoryStore, owner: Owner = ME, write_id: str = "open") -> Experiment:
-    return journal.take_over(store, "e", owner, stamp(write_id), side_by_side=map)
+    return journal.take_over(store, first_generation("e"), owner, stamp(write_id), side_by_side=map)
 
 
 def report(step: int, metrics: object = None) -> Reported:
@@ -78,7 +79,7 @@ def with_steps(store: MemoryStore, steps: int, *, segments: bool = False) -> Exp
 
 
 def test_an_empty_journal_is_the_empty_experiment() -> None:
-    assert load(MemoryStore()) == nothing_yet("e")
+    assert load(MemoryStore()) == nothing_yet(first_generation("e"))
 
 
 def test_what_append_returns_is_what_is_loaded() -> None:
@@ -241,14 +242,14 @@ def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_gues
 
 
 def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
-    store, key = MemoryStore(), JournalKey(experiment="e", trial="t")
+    store, key = MemoryStore(), JournalKey(experiment="e", generation=1, trial="t")
     experiment = running(store)
     own = journal.take_over(store, key, YOU, stamp("own"), side_by_side=map)
     own = journal.append(store, own, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
 
-    assert sorted(path for path in store.objects if path.startswith("e/trials/")) == [
-        "e/trials/t/journal/0000000001.json",
-        "e/trials/t/journal/0000000002.json",
+    assert sorted(path for path in store.objects if path.startswith("e/1/trials/")) == [
+        "e/1/trials/t/journal/0000000001.json",
+        "e/1/trials/t/journal/0000000002.json",
     ]
     assert journal.load(store, key, side_by_side=map) == own
     assert (own.key, own.name, own.owner) == (key, "e", YOU)
@@ -261,10 +262,11 @@ def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
 
 def test_the_journal_of_another_trial_is_not_read_as_this_ones() -> None:
     store = MemoryStore()
-    journal.take_over(store, JournalKey(experiment="e", trial="t"), ME, stamp("own"), side_by_side=map)
-    store.objects["e/trials/other/journal/0000000001.json"] = store.objects["e/trials/t/journal/0000000001.json"]
+    running(store)
+    journal.take_over(store, JournalKey(experiment="e", generation=1, trial="t"), ME, stamp("own"), side_by_side=map)
+    store.objects["e/1/trials/other/journal/0000000001.json"] = store.objects["e/1/trials/t/journal/0000000001.json"]
     with pytest.raises(JournalCorrupt, match="trial 'other' of experiment 'e', entry 1: it opens trial 't'"):
-        journal.load(store, JournalKey(experiment="e", trial="other"), side_by_side=map)
+        journal.load(store, JournalKey(experiment="e", generation=1, trial="other"), side_by_side=map)
 
 
 def test_the_same_append_again_is_the_same_entry() -> None:
@@ -292,10 +294,10 @@ class BusyStore(MemoryStore):
     def create(self, path: str, data: Buffer) -> None:
         if self.times and "/journal/" in path:
             self.times -= 1
-            found = journal.load(self.quiet(), "e", side_by_side=map)
+            found = journal.load(self.quiet(), first_generation("e"), side_by_side=map)
             write_id = f"busy {self.times}"
             if self.opens:
-                journal.take_over(self.quiet(), "e", YOU, stamp(write_id), side_by_side=map)
+                journal.take_over(self.quiet(), first_generation("e"), YOU, stamp(write_id), side_by_side=map)
             else:
                 journal.append(self.quiet(), found, [report(found.trial("t").step + 1)], stamp(write_id))
         super().create(path, data)
@@ -362,14 +364,17 @@ def test_a_listing_that_lags_hides_no_entry(lag: int, *, segments: bool) -> None
 def test_the_whole_history_is_there_beside_segments() -> None:
     store = MemoryStore()
     with_steps(store, 20, segments=True)
-    entries = journal.history(store, "e", side_by_side=map)
+    entries = journal.history(store, first_generation("e"), side_by_side=map)
     assert [entry.number for entry in entries] == list(range(1, 24))
 
 
 def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
     with_steps(store, 20, segments=True)
-    assert [entry.number for entry in journal.entries_beyond(store, "e", 21, side_by_side=map)] == [22, 23]
+    assert [entry.number for entry in journal.entries_beyond(store, first_generation("e"), 21, side_by_side=map)] == [
+        22,
+        23,
+    ]
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -390,9 +395,9 @@ def test_who_has_read_so_far_reads_on_from_there() -> None:
 def test_foreign_files_beside_the_entries_change_nothing(name: str, *, segments: bool) -> None:
     store = MemoryStore()
     experiment = with_steps(store, 20, segments=segments)
-    store.objects[f"e/journal/{name}"] = b"not ours"
-    store.objects[f"e/segments/{name}"] = b"not ours"
-    store.objects[f"e/segments/{name}l"] = b"not ours"
+    store.objects[f"e/1/journal/{name}"] = b"not ours"
+    store.objects[f"e/1/segments/{name}"] = b"not ours"
+    store.objects[f"e/1/segments/{name}l"] = b"not ours"
     assert load(store) == experiment
 
 
@@ -418,7 +423,7 @@ def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
 
 def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
     path = JOURNAL.entry_path(at)
-    entries = {each.number: each for each in journal.history(store, "e", side_by_side=map)}
+    entries = {each.number: each for each in journal.history(store, first_generation("e"), side_by_side=map)}
     assert path in store.objects
     return seal(entries[at].model_copy(update=changes))
 
@@ -445,8 +450,8 @@ def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     "opened",
     [
-        pytest.param(Opened(experiment="another", term=2, owner=YOU), id="of another experiment"),
-        pytest.param(Opened(experiment="e", term=7, owner=YOU), id="for another term"),
+        pytest.param(Opened(experiment="another", generation=1, term=2, owner=YOU), id="of another experiment"),
+        pytest.param(Opened(experiment="e", generation=1, term=7, owner=YOU), id="for another term"),
     ],
 )
 def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
@@ -458,7 +463,7 @@ def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
 
 def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() -> None:
     store = MemoryStore()
-    events: list[Event] = [report(1), Opened(experiment="e", term=2, owner=YOU)]
+    events: list[Event] = [report(1), Opened(experiment="e", generation=1, term=2, owner=YOU)]
     with pytest.raises(JournalCorrupt, match="expected number, predecessor and term"):
         journal.append(store, running(store), events, stamp("c"))
 

@@ -60,11 +60,11 @@ def empty() -> journal.LoadedJournal:
     return journal.LoadedJournal(nothing_yet(JOURNAL))
 
 
-def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request() -> None:
+def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_look_for_a_deletion() -> None:
     store = MemoryStore()
     after = journal.take_over(store, JOURNAL, ME, stamp("first"), side_by_side=map, known=empty())
     assert after.number == 1
-    assert store.operations == {"create": 1}
+    assert store.operations == {"create": 1, "list": 1}
 
 
 def test_a_journal_that_is_not_empty_after_all_is_read_by_its_segments() -> None:

@@ -143,9 +143,9 @@ def test_segments_may_come_in_any_order_late_twice_or_never(digits: int, entries
 
 
 def test_a_trials_own_journal_has_segments_of_its_own() -> None:
-    store, key = MemoryStore(), JournalKey(experiment="e", trial="t")
+    store, key = MemoryStore(), JournalKey(experiment="e", generation=1, trial="t")
     state = run(store, 23, key=key, names=["t"])
-    assert segment_paths(store) == [f"e/trials/t/segments/00000000{number}.jsonl" for number in (20,)]
+    assert segment_paths(store) == [f"e/1/trials/t/segments/00000000{number}.jsonl" for number in (20,)]
     assert load(store, key) == state == fold(store, key)
 
 
@@ -216,8 +216,8 @@ def test_a_segment_whose_trials_are_none_is_noticed(written: bytes, spoilt: byte
 @pytest.mark.parametrize(
     ("key", "number"),
     [
-        pytest.param(JournalKey(experiment="another"), 20, id="of another experiment"),
-        pytest.param(JournalKey(experiment="e", trial="t"), 20, id="of a trial's own journal"),
+        pytest.param(JournalKey(experiment="another", generation=1), 20, id="of another experiment"),
+        pytest.param(JournalKey(experiment="e", generation=1, trial="t"), 20, id="of a trial's own journal"),
         pytest.param(JOURNAL, 10, id="of another stretch"),
     ],
 )

@@ -27,9 +27,10 @@ from prefect_tune.core.messages.live_status import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
-KEY = JournalKey(experiment="e")
+KEY = JournalKey(experiment="e", generation=1)
 WRITTEN = "2026-11-23T01:00:00+00:00"
 LATER = "2026-11-23T01:02:20+00:00"
 
@@ -38,8 +39,8 @@ OWNER = Owner(name="o", host="h", pid=1)
 
 
 def running(*events: Event, term: int = 1) -> Experiment:
-    state = nothing_yet("e")
-    opened = (Opened(experiment="e", term=each, owner=OWNER) for each in range(1, term + 1))
+    state = nothing_yet(first_generation("e"))
+    opened = (Opened(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1))
     started = Started(trial="a", attempt=1, from_step=0)
     for number, event in enumerate((*opened, TrialAdded(trial="a", config={}), started, *events), 1):
         state = after_event(state, event, number)
@@ -59,7 +60,7 @@ def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
     for number in range(2, 12):
         write_live_status(store, KEY, status(number))
     assert store.operations == {"put": 10, "delete": 10}
-    assert list(store.objects) == ["e/live/0000000001-0000000011.json"]
+    assert list(store.objects) == ["e/1/live/0000000001-0000000011.json"]
     assert newest_live_status(store, KEY) == status(11)
 
 

@@ -25,17 +25,17 @@ from prefect_tune.core.messages.stop_requests import (
     read_request,
     stop_event,
 )
-from prefect_tune.core.storage.layout import request_path
 from prefect_tune.core.storage.object_store import Buffer
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 OWNER = Owner(name="first", host="here", pid=1)
 
 
 def running() -> Experiment:
-    state = nothing_yet("e")
+    state = nothing_yet(first_generation("e"))
     events: list[Event] = [
-        Opened(experiment="e", term=1, owner=OWNER),
+        Opened(experiment="e", generation=1, term=1, owner=OWNER),
         TrialAdded(trial="a", config={}),
         TrialAdded(trial="b", config={}),
     ]
@@ -55,8 +55,8 @@ def after_request(state: Experiment, asked: StopRequest) -> Experiment:
 def test_what_is_asked_is_read_under_its_number_and_asking_again_changes_nothing() -> None:
     store, state = MemoryStore(), running()
     assert [ask(store, state, request("one")), ask(store, state, request("two"))] == [1, 2]
-    assert read_request(store, "e", 1) == request("one")
-    assert read_request(store, "e", 3) is None
+    assert read_request(store, first_generation("e"), 1) == request("one")
+    assert read_request(store, first_generation("e"), 3) is None
 
 
 class LosesReplies(MemoryStore):
@@ -68,7 +68,7 @@ class LosesReplies(MemoryStore):
 def test_a_reply_that_is_lost_is_no_second_request() -> None:
     store, state = LosesReplies(), running()
     numbers = [ask(store, state, request()), ask(store, state, request())]
-    assert (numbers, read_request(store, "e", 2)) == ([1, 1], None)
+    assert (numbers, read_request(store, first_generation("e"), 2)) == ([1, 1], None)
 
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
@@ -82,7 +82,7 @@ def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
     state = after_request(running(), request())
     assert state.ends == "enough"
-    later = after_event(state, Opened(experiment="e", term=2, owner=OWNER), 3)
+    later = after_event(state, Opened(experiment="e", generation=1, term=2, owner=OWNER), 3)
     assert later.ends == ""
     stale = after_request(later, request("late", term=1))
     assert (stale.ends, stale.stop_requests) == ("", ("w", "late"))
@@ -114,9 +114,9 @@ def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
 
 def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     store, state = MemoryStore(), running()
-    store.create(request_path("e", 1), b"{}")
+    store.create(first_generation("e").request_path(1), b"{}")
     assert ask(store, state, request()) == 2
-    damaged = read_request(store, "e", 1)
+    damaged = read_request(store, first_generation("e"), 1)
     assert damaged is not None
     assert stop_event(state, damaged).refused == "it cannot be read"
     assert len(after_request(state, damaged).stop_requests) == 1
@@ -126,16 +126,19 @@ def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
     store, state = MemoryStore(), running()
     for name in ("one", "two"):
         ask(store, state, request(name))
-    assert delete_journaled(store, "e", 1) == 1
-    assert (read_request(store, "e", 1), read_request(store, "e", 2)) == (None, request("two"))
-    assert delete_journaled(store, "e", 1) == 0
+    assert delete_journaled(store, first_generation("e"), 1) == 1
+    assert (read_request(store, first_generation("e"), 1), read_request(store, first_generation("e"), 2)) == (
+        None,
+        request("two"),
+    )
+    assert delete_journaled(store, first_generation("e"), 1) == 0
 
 
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
     ask(store, before, request("fast"))
     after = after_request(before, request("fast"))
-    delete_journaled(store, "e", 1)
+    delete_journaled(store, first_generation("e"), 1)
     number = ask(store, before, request("slow"))  # it listed the requests before all that
     assert number == 1
     assert is_lost(after, request("slow"), number)

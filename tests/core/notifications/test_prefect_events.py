@@ -46,6 +46,7 @@ from prefect_tune.core.notifications.prefect_events import (
     short,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
 T = "00000"
@@ -65,7 +66,7 @@ def committed(step: int, sequence: int, **options: Any) -> Committed:
 
 def payloads(*events: Event) -> list[dict[str, object]]:
     """The payloads of all Prefect events of these journal events, one entry each, with their names as `name`."""
-    state: Experiment = nothing_yet("first")
+    state: Experiment = nothing_yet(first_generation("first"))
     found: list[dict[str, object]] = []
     for event in events:
         before, state = state, after(state, [event])
@@ -151,7 +152,7 @@ def test_what_the_search_and_the_trial_both_record_is_emitted_once() -> None:
 
 
 def test_events_that_cannot_follow_each_other_in_one_journal_are_emitted_once_all_the_same() -> None:
-    state = after(nothing_yet("first"), [ADDED, STARTED, Finished(trial=T, reason="enough")])
+    state = after(nothing_yet(first_generation("first")), [ADDED, STARTED, Finished(trial=T, reason="enough")])
     finished = state.trial(T)
     errored = after(state, [GaveUp(trial=T, cause=Cause.USER, message="no")]).trial(T)
     paused = finished.model_copy(update={"phase": Phase.PAUSED})
@@ -170,15 +171,19 @@ def test_an_event_of_the_whole_experiment_and_one_of_an_unknown_trial_are_emitte
 
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
-    source = CheckpointKey(trial=TrialKey(experiment="first", trial="00007"), step=4, sequence=2)
+    source = CheckpointKey(trial=TrialKey(experiment="first", generation=1, trial="00007"), step=4, sequence=2)
     copy = CheckpointRef(step=4, sequence=2)
     (cloned,) = payloads(ADDED, Cloned(trial=T, checkpoint=copy, source=source, config={"lr": 1}, reason="worse"))
-    assert cloned["source"] == {"trial": {"experiment": "first", "trial": "00007"}, "step": 4, "sequence": 2}
+    assert cloned["source"] == {
+        "trial": {"experiment": "first", "generation": 1, "trial": "00007"},
+        "step": 4,
+        "sequence": 2,
+    }
     assert (cloned["config"], cloned["reason"]) == ({"lr": 1}, "worse")
 
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
-    opened = Opened(experiment="first", trial=T, term=1, owner=Owner(name="a", host="b", pid=1))
+    opened = Opened(experiment="first", generation=1, trial=T, term=1, owner=Owner(name="a", host="b", pid=1))
     absorbed = Absorbed(trial=T, number=1, events=(opened, ADDED, STARTED, *(reported(step) for step in range(1, 99))))
     assert names(ADDED, absorbed) == ["started"]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}

@@ -33,6 +33,7 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from tests.core.driver import KEY, Session, Witness
 from tests.core.protocol.invariants import violations
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -159,7 +160,7 @@ def opened_after(session: Session) -> Session:
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
     owner = new.opened_by()
-    new.experiment = journal.take_over(session.store, "e", owner, stamp, side_by_side=map)
+    new.experiment = journal.take_over(session.store, first_generation("e"), owner, stamp, side_by_side=map)
     return new
 
 
@@ -319,7 +320,7 @@ def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
     session = trained(1)
     before = dict(objects(session))
     objects(session).clear()
-    with pytest.raises(StoreUnavailable, match="the journal's last entry is gone"):
+    with pytest.raises(StoreUnavailable, match="the experiment's first entry is gone"):
         session.finish()
     assert objects(session) == {}
     objects(session).update(before)

@@ -11,19 +11,22 @@ from functools import cache
 import pytest
 
 from prefect_tune.core.errors import TuneError
+from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import load, read, take_over
 from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.operations import delete_experiment
 from prefect_tune.core.operations import fork_experiment as forking
+from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
+from tests.core.operations.test_delete_experiment import below, cut_at_a_manifest, left, removed
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.matrix import Explored
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.turns import Choice, IsPoint, drawn, everywhere, in_turns
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -97,9 +100,9 @@ def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
 
 def opens_what_was_read(_: Scene, store: ObjectStore) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = read(store, "old", side_by_side=map)
+    known = read(store, first_generation("old"), side_by_side=map)
     owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
-    take_over(store, "old", owner, stamp, side_by_side=map, known=known)
+    take_over(store, first_generation("old"), owner, stamp, side_by_side=map, known=known)
 
 
 removes_old = acts(lambda _, store: removed(store, "old"), "removes old")
@@ -140,25 +143,24 @@ def promises_broken(scene: Scene, *, begun_anew: bool = False) -> list[str]:
     for name in ("old", "new") if begun_anew else ():
         if f"removes {name}" not in scene.done:
             continue
-        left = (path for path in scene.store.objects if path.startswith(f"{name}/") and "/journal/" in path)
-        broken += [f"there is still {path}" for path in left]
+        broken += [f"there is still {path}" for path in below(scene.store, name) if "/journal/" in path]
     for name in ("new", "old"):
         try:
             removed(scene.store, name, f"the last of {name}")
         except TuneError as error:
             broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
-    return [*broken, *(f"left behind: {path}" for path in scene.store.objects)]
+    return [*broken, *(f"left behind: {path}" for path in left(scene.store))]
 
 
 def _of_experiment(store: MemoryStore, name: str) -> list[str]:
     """Check an experiment, unless it is missing, incomplete or being deleted."""
     try:
-        found = load(store, name, side_by_side=map)
+        found = load(store, current_journal(store, name), side_by_side=map)
     except TuneError:
         return []
     if not found.number or found.is_removed or not found.is_whole:
         return []
-    begun = [each.trial for each in found.trials.values() if store.list(f"{name}/trials/{each.trial}/journal")]
+    begun = [each.trial for each in found.trials.values() if store.list(found.key.of_trial(each.trial).entries)]
     try:
         trials = {trial: own_state(store, name, trial) for trial in begun}
     except (TuneError, KeyError) as error:
@@ -180,7 +182,7 @@ def at_writes(method: str, path: str) -> bool:
 
 
 def at_looks(method: str, path: str) -> bool:
-    """Do not switch processes between an owner's check of the previous entry and the write of its own entry."""
+    """Switch processes also between an owner's entry and its look for a deletion."""
     return method == "delete" or (method == "size" and "/journal/" in path)
 
 
@@ -290,7 +292,7 @@ def a_fork_is_harmed() -> Sequence[str]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "claims are not looked for again": Mutant(
-        a_fork_is_harmed, {delete_experiment.remove: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
+        a_fork_is_harmed, {delete_experiment._ended: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
     ),
     "clone what is being deleted": Mutant(
         a_fork_is_harmed,
@@ -302,8 +304,12 @@ MUTANTS: Mapping[str, Mutant] = {
     "a trial's journal is not opened": Mutant(
         a_fork_is_harmed, {delete_experiment._sealed: {"for each in own if": "for each in own if 0 and"}}
     ),
-    "a fork does not look back": Mutant(
-        a_fork_is_harmed, {forking._require_stays: {"if now.is_removed or": "if 0 and"}}
+    "neither a claim nor a fork looks back": Mutant(
+        a_fork_is_harmed,
+        {
+            forking._require_stays: {"if now.is_removed or": "if 0 and"},
+            journal._append_next: {"    _require_first_entry(store, experiment.key, path)\n": ""},
+        },
     ),
 }
 

@@ -15,9 +15,11 @@ from prefect_tune.core.journal.journal import as_of, load
 from prefect_tune.core.journal_events.experiment_events import Forked, Owner, StopAsked
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import JournalKey
 from tests.core.driver import retried
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -32,8 +34,8 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
     stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
 
     def act() -> Fork:
-        past = past_of(store, "old", number, side_by_side=map)
-        into = begin_fork(store, name, past.origin, OWNER, stamp, side_by_side=map)
+        past = past_of(store, current_journal(store, "old"), number, side_by_side=map)
+        into = begin_fork(store, current_journal(store, name), past.origin, OWNER, stamp, side_by_side=map)
         return fork(store, past, into, stamp, side_by_side=map)
 
     return retried(act)
@@ -55,9 +57,9 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
     store = MemoryStore()
     last = search_of_three(store).state.number
     for number in range(1, last + 1):
-        then, _ = as_of(store, "old", number, side_by_side=map)
+        then, _ = as_of(store, first_generation("old"), number, side_by_side=map)
         made = forked(store, number, f"new-{number}")
-        assert load(store, f"new-{number}", side_by_side=map) == made.experiment
+        assert load(store, first_generation(f"new-{number}"), side_by_side=map) == made.experiment
         assert made.experiment.past_count == then.past_count
         assert made.experiment.settings == then.settings
         lost = {trial: {each.step for each in refs} for trial, refs in made.lost.items()}
@@ -104,7 +106,7 @@ def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_b
     assert new.state.trial("b").step == 6
     held = own_state(store, "old", "b").claims
     assert held == ()  # the clones are retired, and bytes that only they needed are deleted
-    left = [path for path in store.objects if path.startswith("old/trials/b/") and path.endswith("manifest.json")]
+    left = [path for path in store.objects if path.startswith("old/1/trials/b/") and path.endswith("manifest.json")]
     assert len(left) == 2
 
 
@@ -113,7 +115,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
     old = search_of_three(store)
     number = old.state.number
     old.step("b")
-    gone = deleted_since(store, past_of(store, "old", number, side_by_side=map), side_by_side=map)
+    gone = deleted_since(store, past_of(store, first_generation("old"), number, side_by_side=map), side_by_side=map)
     made = forked(store, number)
     assert {trial: [each.step for each in refs] for trial, refs in gone.items()} == {"b": [1]}
     assert made.lost == gone
@@ -158,7 +160,7 @@ def test_a_pinned_checkpoint_is_pinned_in_the_fork_and_claims_of_others_are_the_
 def test_what_is_something_already_does_not_become_a_fork() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    origin = past_of(store, "old", 2, side_by_side=map).origin
+    origin = past_of(store, first_generation("old"), 2, side_by_side=map).origin
     for state in (old.state, forked(store).experiment):
         with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
             after_event(state, Forked(origin=origin), state.number + 1)
@@ -173,9 +175,9 @@ def test_a_fork_can_be_forked() -> None:
     new.step("b")
     new.absorb("b")
 
-    past = past_of(store, "new", None, side_by_side=map)
+    past = past_of(store, first_generation("new"), None, side_by_side=map)
     stamp = Stamp(write_id="g", at="")
-    into = begin_fork(store, "third", past.origin, OWNER, stamp, side_by_side=map)
+    into = begin_fork(store, first_generation("third"), past.origin, OWNER, stamp, side_by_side=map)
     third = fork(store, past, into, stamp, side_by_side=map).experiment
     assert what_is_known(third) == what_is_known(new.state)
     assert unreadable(store, "third", third.trials) == []
@@ -221,39 +223,39 @@ def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int
 def test_what_is_left_of_another_experiment_is_not_taken_for_the_forks() -> None:
     store = MemoryStore()
     search_of_three(store)
-    path = JournalKey(experiment="new", trial="a").entry_path(1)
+    path = JournalKey(experiment="new", generation=1, trial="a").entry_path(1)
     other = SmallSearch(store, "new")
     other.add("a")
     other.begin("a")
-    entries = {each: store.objects[each] for each in store.objects if each.startswith("new/trials/a/")}
+    entries = {each: store.objects[each] for each in store.objects if each.startswith("new/1/trials/a/")}
     for each in [each for each in store.objects if each.startswith("new/")]:
         del store.objects[each]
     store.objects.update(entries)
     assert path in store.objects
-    with pytest.raises(InvalidInput, match="new/trials/a: holds remains of another experiment"):
+    with pytest.raises(InvalidInput, match="new/1/trials/a: holds remains of another experiment"):
         forked(store)
 
 
 def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, "old", None, side_by_side=map)
+    past = past_of(store, first_generation("old"), None, side_by_side=map)
     one, other = Stamp(write_id="one", at=""), Stamp(write_id="other", at="")
-    first = begin_fork(store, "new", past.origin, OWNER, one, side_by_side=map)
-    second = begin_fork(store, "new", past.origin, OWNER, other, side_by_side=map)
+    first = begin_fork(store, first_generation("new"), past.origin, OWNER, one, side_by_side=map)
+    second = begin_fork(store, first_generation("new"), past.origin, OWNER, other, side_by_side=map)
     with pytest.raises(Superseded):
         fork(store, past, first, one, side_by_side=map)
     assert fork(store, past, second, other, side_by_side=map).experiment.is_whole
-    assert unreadable(store, "new", load(store, "new", side_by_side=map).trials) == []
+    assert unreadable(store, "new", load(store, first_generation("new"), side_by_side=map).trials) == []
 
 
 def test_a_fork_that_is_cut_short_is_not_forked() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, "old", None, side_by_side=map)
-    begin_fork(store, "new", past.origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+    past = past_of(store, first_generation("old"), None, side_by_side=map)
+    begin_fork(store, first_generation("new"), past.origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
     with pytest.raises(InvalidInput, match="an incomplete fork"):
-        past_of(store, "new", None, side_by_side=map)
+        past_of(store, first_generation("new"), None, side_by_side=map)
 
 
 def _objects_of_the_origin(store: MemoryStore) -> dict[str, bytes]:
@@ -264,14 +266,14 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
     world = MemoryStore()
     number = search_of_three(world).state.number
     begun = dict(world.objects)
-    origin = load(world, "old", side_by_side=map)
+    origin = load(world, first_generation("old"), side_by_side=map)
     counting = DyingStore(world, 0, only=only)
     expected = what_is_known(forked(counting, number).experiment)
     for nth, way in product(range(1, counting.total + 1), ways):
         store = MemoryStore(begun)
         with suppress(Crash):
             forked(DyingStore(store, nth, way, only=only), number)
-        assert load(store, "old", side_by_side=map) == origin
+        assert load(store, first_generation("old"), side_by_side=map) == origin
         made = forked(store, number, write_id="the next").experiment
         assert what_is_known(made) == expected, (nth, way)
         assert unreadable(store, "new", made.trials) == [], (nth, way)

@@ -31,10 +31,12 @@ from prefect_tune.core.operations.scrub import (
     share_of,
 )
 from prefect_tune.core.recovery import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, experiment_names
+from prefect_tune.core.storage.generations import experiment_names
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.small_search import SmallSearch
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -76,7 +78,7 @@ def flip(session: Session, path: str) -> None:
 
 
 def many(trial: str, count: int) -> set[CheckpointKey]:
-    folder = TrialKey(experiment="e", trial=trial)
+    folder = TrialKey(experiment="e", generation=1, trial=trial)
     return {CheckpointKey(trial=folder, step=step, sequence=step) for step in range(count)}
 
 
@@ -209,9 +211,9 @@ def many_trials() -> MemoryStore:
 
 def damage_journal(store: MemoryStore, trial: str) -> str:
     """Tear an entry of a journal; return the journal's folder."""
-    for path in [path for path in store.objects if path.startswith(f"e/trials/{trial}/segments")]:
+    for path in [path for path in store.objects if path.startswith(f"e/1/trials/{trial}/segments")]:
         del store.objects[path]
-    key = JournalKey(experiment="e", trial=trial)
+    key = JournalKey(experiment="e", generation=1, trial=trial)
     store.objects[key.entry_path(2)] = store.objects[key.entry_path(2)][:-5]
     return key.entries
 
@@ -220,7 +222,7 @@ def damage_journal(store: MemoryStore, trial: str) -> str:
 def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read(trial: str) -> None:
     store = many_trials()
     folder = damage_journal(store, trial)
-    state = load(store, "e", side_by_side=map)
+    state = load(store, first_generation("e"), side_by_side=map)
     read, unreadable = set[str](), set[Unreadable]()
     for day in range(6):
         found = inspect(store, state, DailyShare(6, day), ScrubLimits(), side_by_side=map)
@@ -288,13 +290,13 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(tra
 @pytest.mark.parametrize("removed", ["all", "begun"])
 def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_damaged(removed: str) -> None:
     store = many_trials()
-    state = load(store, "e", side_by_side=map)
+    state = load(store, first_generation("e"), side_by_side=map)
     damage_journal(store, "g")
     if removed == "begun":
         append(store, state, [Deletion()], Stamp(write_id="r", at=""))
     else:
-        del store.objects[JournalKey(experiment="e").entry_path(1)]
-        for path in [path for path in store.objects if path.startswith("e/segments/")]:
+        del store.objects[JournalKey(experiment="e", generation=1).entry_path(1)]
+        for path in [path for path in store.objects if path.startswith("e/1/segments/")]:
             del store.objects[path]
     found = inspect(store, state, EVERYTHING, ScrubLimits(), side_by_side=map)
     assert [each.is_damage for each in found.unreadable] == [False]

@@ -419,7 +419,7 @@ def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkey
 
 def test_of_a_trial_that_is_not_there_nothing_is_put_aside_reinstated_or_collected() -> None:
     scene = training(SOURCE, CLONE)
-    absent = TrialKey(experiment="nobodys", trial="t")
+    absent = TrialKey(experiment="nobodys", generation=1, trial="t")
     key, stamp = CheckpointKey(trial=absent, step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
     assert quarantine(scene.store, absent, {key: "damaged"}, stamp, side_by_side=map) == []

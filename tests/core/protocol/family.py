@@ -26,6 +26,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from tests.core.happenings import AFTER, happening
 from tests.core.protocol.cut import cut_small
 from tests.core.protocol.population import Chronicle, Member, after_everybody_returned, own, promises_broken
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
@@ -54,9 +55,9 @@ class Family(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.members = {name: Member(self.wire, self.chronicle, own("e", name), name) for name in NAMES}
+        found = take_over(self.wire, first_generation("e"), OWNER, self.chronicle.stamp(), side_by_side=map)
         for member in self.members.values():
             member.open()
-        found = take_over(self.wire, "e", OWNER, self.chronicle.stamp(), side_by_side=map)
         added = [TrialAdded(trial=name, config={"width": 3}, own_journal=True) for name in NAMES]
         self.search = append(self.wire, found, added, self.chronicle.stamp())
 
@@ -223,11 +224,11 @@ class Family(RuleBasedStateMachine):
             if what in AFTER[self.status[name]]:
                 self._turn(name, what)
         self.absorb()
-        past = past_of(self.wire, "e", None, side_by_side=map)
+        past = past_of(self.wire, first_generation("e"), None, side_by_side=map)
         name, stamp = f"fork{len(self.forks)}", self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
-                begun = begin_fork(self.wire, name, past.origin, OWNER, stamp, side_by_side=map)
+                begun = begin_fork(self.wire, first_generation(name), past.origin, OWNER, stamp, side_by_side=map)
                 self.forks.append(fork(self.wire, past, begun, stamp, side_by_side=map).experiment)
                 break
         made = self.forks[-1]
@@ -252,7 +253,7 @@ class Family(RuleBasedStateMachine):
         for made in self.forks:
             for trial in made.trials.values():
                 for each in trial.checkpoints:
-                    folder = TrialKey(experiment=made.name, trial=trial.trial)
+                    folder = TrialKey(experiment=made.name, generation=1, trial=trial.trial)
                     key = CheckpointKey(trial=folder, step=each.step, sequence=each.sequence)
                     assert restored(self.store, read_manifest(self.store, key))
 

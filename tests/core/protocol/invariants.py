@@ -18,6 +18,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness, run_to
 from tests.core.histories import fold
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import restored
 
 
@@ -69,7 +70,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
 
     `experiment` is the state that the last owner loaded.
     """
-    entries = journal.history(store, NAME, side_by_side=map)
+    entries = journal.history(store, first_generation(NAME), side_by_side=map)
     trial = experiment.trial(KEY.trial)
     return [
         *_epochs(entries),
@@ -137,7 +138,7 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
 
 
 def _segments(store: ObjectStore) -> Iterator[str]:
-    by_segments, by_entries = journal.load(store, NAME, side_by_side=map), fold(store)
+    by_segments, by_entries = journal.load(store, first_generation(NAME), side_by_side=map), fold(store)
     if by_segments != by_entries:
         yield f"I6: the segments yield {by_segments}, and the entries {by_entries}"
 

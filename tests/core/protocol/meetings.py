@@ -12,7 +12,7 @@ from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.protocol.matrix import Explored
-from tests.core.protocol.population import Chronicle, Member, after_everybody_returned, own
+from tests.core.protocol.population import Chronicle, Member, after_everybody_returned, begin_experiment, own
 from tests.core.protocol.turns import Choice, IsPoint, drawn, every_order, everywhere, in_turns
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
@@ -36,6 +36,7 @@ class Scene:
     def join(self, name: str, journal: JournalKey) -> Member:
         """Add a trial, opened and pending."""
         self.members[name] = member = Member(self.store, self.chronicle, journal, name)
+        begin_experiment(self.store, journal)
         member.open()
         return member
 

@@ -46,7 +46,14 @@ from tests.fakes.stores.memory_files import MemoryFiles, restored
 
 def own(experiment: str, trial: str) -> JournalKey:
     """The key of a trial's own journal."""
-    return JournalKey(experiment=experiment, trial=trial)
+    return JournalKey(experiment=experiment, generation=1, trial=trial)
+
+
+def begin_experiment(store: ObjectStore, journal: JournalKey) -> None:
+    """Open the experiment of a trial's own journal: that comes first."""
+    if journal.trial is not None and store.size(journal.of_experiment.entry_path(1)) is None:
+        owner, stamp = Owner(name="search", host="here", pid=1), Stamp(write_id="search", at="")
+        take_over(store, journal.of_experiment, owner, stamp, side_by_side=map)
 
 
 @dataclass
@@ -88,7 +95,7 @@ class Member:
 
     @property
     def key(self) -> TrialKey:
-        return TrialKey(experiment=self.journal.experiment, trial=self.name)
+        return TrialKey(experiment=self.journal.experiment, generation=1, trial=self.name)
 
     @property
     def trial(self) -> Trial:
@@ -248,7 +255,7 @@ def promises_broken(store: ObjectStore, chronicle: Chronicle, journals: Mapping[
     found = []
     for name, state in states.items():
         if state is not None:
-            trial = TrialKey(experiment=journals[name].experiment, trial=name)
+            trial = TrialKey(experiment=journals[name].experiment, generation=1, trial=name)
             found += [*_whole(store, chronicle, trial, state), *_kept(chronicle, trial, state)]
     return found
 

@@ -44,6 +44,7 @@ from tests.core.protocol.owners import (
     takes_over_untidily_and_saves,
 )
 from tests.core.protocol.worlds import ObjectWorld, PosixWorld
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
@@ -140,7 +141,7 @@ def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
 
 def differs(store: MemoryStore) -> list[str]:
     try:
-        found = journal.load(store, NAME, side_by_side=map)
+        found = journal.load(store, first_generation(NAME), side_by_side=map)
     except TuneError as error:
         return [f"I4: {error}"]
     return [] if (found, list(found.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {found}"]

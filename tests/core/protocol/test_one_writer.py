@@ -21,6 +21,7 @@ from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended
 from tests.core.protocol.meetings import Scene
 from tests.core.protocol.population import newest
 from tests.core.small_search import search_of_three
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore, OneWriterStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -71,19 +72,21 @@ def test_a_fork_is_refused_before_anything_of_it_is_there() -> None:
     store = OneWriterStore()
     search_of_three(store)
     before = dict(store.objects)
-    past = past_of(store, "old", None, side_by_side=map)
+    past = past_of(store, first_generation("old"), None, side_by_side=map)
     with pytest.raises(StoreRefused, match="'old'"):
-        begin_fork(store, "new", past.origin, OWNER, STAMP, side_by_side=map)
+        begin_fork(store, first_generation("new"), past.origin, OWNER, STAMP, side_by_side=map)
     assert store.objects == before
 
 
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:
     store = OneWriterStore()
     search_of_three(store)
-    found = inspect(store, load(store, "old", side_by_side=map), EVERYTHING, ScrubLimits(), side_by_side=map)
+    found = inspect(
+        store, load(store, first_generation("old"), side_by_side=map), EVERYTHING, ScrubLimits(), side_by_side=map
+    )
     assert found.live
     assert (found.damaged, found.unread_count) == ([], 0)
-    remove(store, "old", OWNER, STAMP, side_by_side=map)
+    remove(store, first_generation("old"), OWNER, STAMP, side_by_side=map)
     assert store.objects == {}
 
 

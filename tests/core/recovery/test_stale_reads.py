@@ -25,6 +25,7 @@ from tests.core.protocol.meetings import Scene, saves, with_a_clone_that_is_over
 from tests.core.protocol.owners import old_owner
 from tests.core.protocol.population import newest, own
 from tests.core.protocol.turns import Choice, in_turns
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
@@ -53,7 +54,7 @@ def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last:
     dying = DyingStore(store, nth, way, only=WRITES)
     with suppress(Crash):
         owner = Owner(name="remover", host="here", pid=1)
-        remove(dying, experiment, owner, STAMP, side_by_side=map)
+        remove(dying, first_generation(experiment), owner, STAMP, side_by_side=map)
     store.objects.update(kept)
     return dying.dead
 

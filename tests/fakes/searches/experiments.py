@@ -24,7 +24,8 @@ from prefect_tune.core.journal_events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import Stamp, StepReport
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.generations import current_journal
+from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
@@ -37,7 +38,7 @@ def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tu
     make_root(root)
     store = PosixStore(root)
     owner = Owner(name="a test", host="here", pid=1)
-    state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
+    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
     state = _write(store, state, TrialAdded(trial="trial", config={"rate": 0.5}))
     state = _write(store, state, Started(trial="trial", attempt=1, from_step=0))
     for step in steps:
@@ -62,7 +63,8 @@ def write_search(
     """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint."""
     make_root(root)
     store = PosixStore(root)
-    state = take_over(store, name, Owner(name="a test", host="here", pid=1), next(_STAMPS), side_by_side=map)
+    owner = Owner(name="a test", host="here", pid=1)
+    state = take_over(store, current_journal(store, name), owner, next(_STAMPS), side_by_side=map)
     state = _write(store, state, Configured(settings=settings))
     for trial, loss in losses.items():
         state = _write(store, state, TrialAdded(trial=trial, config={"rate": loss}))
@@ -76,7 +78,7 @@ def write_search(
 
 
 def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:
-    key = CheckpointKey(trial=TrialKey(experiment=state.name, trial="trial"), step=step, sequence=state.number)
+    key = CheckpointKey(trial=state.trial_key("trial"), step=step, sequence=state.number)
     metrics = {"loss": 1 / step}
     files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step}
     committed(store, write(staged, files), key, metrics=metrics)

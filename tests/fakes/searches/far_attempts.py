@@ -38,7 +38,7 @@ _REQUEST = timedelta(seconds=9)
 
 
 def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
-    key = TrialKey(experiment="e", trial=trial)
+    key = TrialKey(experiment="e", generation=1, trial=trial)
     return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, own_journal=True)
 
 
@@ -80,13 +80,13 @@ class FarAttempt:
 
     def __init__(self, target: StorageTarget, trial: str = "00000", *, search_term: int = 0) -> None:
         self._target = target
-        self._key = TrialKey(experiment="e", trial=trial)
+        self._key = TrialKey(experiment="e", generation=1, trial=trial)
 
         def first(found: Experiment) -> Sequence[Event]:
             return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
 
         opening = Opening(current_owner(search_term=search_term), new_write_id(), first)
-        opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
+        opened = open_journal(target, JournalKey(experiment="e", generation=1, trial=trial), opening)
         self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
 
     @property

@@ -59,7 +59,7 @@ class FarSearch:
     ) -> None:
         self.machines = FarMachines(survives_search=survives_search)
         opening = Opening(current_owner(), new_write_id())
-        state = open_journal(target, JournalKey(experiment="e"), opening)
+        state = open_journal(target, JournalKey(experiment="e", generation=1), opening)
         self._journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)

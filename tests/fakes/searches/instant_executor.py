@@ -109,7 +109,7 @@ class _Attempt:
         found = self.saved[source]
         self.saved[self.trial] = copy = found.model_copy(update={"sequence": self.number})
         self.step, self.sequence = copy.step, copy.sequence
-        key = TrialKey(experiment=experiment, trial=source).checkpoint_key(found)
+        key = TrialKey(experiment=experiment, generation=1, trial=source).checkpoint_key(found)
         config, reason = exploit.config, exploit.reason
         return self._wrote(Cloned(trial=self.trial, checkpoint=copy, source=key, config=config, reason=reason))
 

@@ -35,6 +35,7 @@ from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.reporting.facts import ReportInput, drawn_trials, report_input_of
 from prefect_tune.reporting.history import ExperimentHistory
+from tests.fakes.checkpoints import first_generation
 
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
 URI = "s3://bucket/runs"
@@ -51,7 +52,7 @@ class JournalBuilder:
     number: int = 1
 
     def __post_init__(self) -> None:
-        self.state: Experiment = nothing_yet(self.name)
+        self.state: Experiment = nothing_yet(first_generation(self.name))
         self.history = ExperimentHistory(self.metrics)
         self.opens()
         if self.settings:
@@ -66,7 +67,7 @@ class JournalBuilder:
 
     def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
-        self.record(Opened(experiment=self.name, term=self.state.term + 1, owner=owner), after=after)
+        self.record(Opened(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner), after=after)
 
     def adds(self, trial: str, config: Mapping[str, object]) -> None:
         self.record(TrialAdded(trial=trial, config=config))
@@ -184,7 +185,9 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBu
 
 def _clone(search: JournalBuilder, name: str, best: str) -> None:
     source = search.state.trial(best).checkpoints[-1]
-    key = CheckpointKey(trial=TrialKey(experiment=search.name, trial=best), step=source.step, sequence=source.sequence)
+    key = CheckpointKey(
+        trial=TrialKey(experiment=search.name, generation=1, trial=best), step=source.step, sequence=source.sequence
+    )
     copy = source.model_copy(update={"sequence": search.number})
     config = search.state.trial(best).config
     search.record(Cloned(trial=name, checkpoint=copy, source=key, config=config, reason="behind"))

@@ -16,6 +16,7 @@ from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
+from tests.fakes.checkpoints import first_generation
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 
@@ -46,5 +47,5 @@ def pending_entry(
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
-    journal_writer = JournalWriter(target, nothing_yet("e"), written, lambda _events, _state: None)
+    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written, lambda _events, _state: None)
     return PendingEntry(journal_writer, policy, listener or ObserverGroup(), period)

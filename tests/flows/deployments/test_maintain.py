@@ -59,7 +59,7 @@ def live(target: Path, experiment: str = "digits") -> list[int]:
 def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     with pytest.raises(
-        pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
+        pt.DamageFound, match=r"digits/1/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
     ) as found:
         pt.maintain(str(target), verify="all")
     report = found.value.report
@@ -112,7 +112,7 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
         search.finish(name)
     journal, manifest = torn_journal(target, "a"), unreadable_manifest(target, "b")
     policy = pt.Retention(last=1)
-    with pytest.raises(pt.DamageFound, match="small/trials/a/journal") as found:
+    with pytest.raises(pt.DamageFound, match="small/1/trials/a/journal") as found:
         maintain(str(target), verify="all", retention=policy)
     again = found.value.report
     assert isinstance(again, MaintenanceReport)
@@ -120,13 +120,13 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     assert [(each.trial, each.folder) for each in small.damaged] == [("a", journal)]
     assert (small.verified_count, small.pruned_count) == (5, 4)
     unchecked = [each.what for each in small.not_looked_at]
-    assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == unchecked[:4]
+    assert [journal, manifest, "retention of small/1/trials/a", "garbage of small/1/trials/a"] == unchecked[:4]
     assert again.summary.endswith(f"; {len(unchecked)} items not checked")
     assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
 
 
 def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target: Path) -> None:
-    (newest,) = target.glob("digits/trials/trial/checkpoints/0000000006-*/manifest.json")
+    (newest,) = target.glob("digits/1/trials/trial/checkpoints/0000000006-*/manifest.json")
     written = newest.read_bytes()
     newest.chmod(0o644)
     newest.write_bytes(written.replace(b'"version":1', b'"version":2'))
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target
 
 
 def torn_journal(target: Path, trial: str) -> str:
-    key = JournalKey(experiment="small", trial=trial)
+    key = JournalKey(experiment="small", generation=1, trial=trial)
     for path in (target / key.segments).glob("*"):
         path.unlink()
     flip(target / key.entry_path(2))
@@ -148,7 +148,7 @@ def torn_journal(target: Path, trial: str) -> str:
 
 def unreadable_manifest(target: Path, trial: str) -> str:
     """Make the oldest manifest of the trial unreadable; return its folder."""
-    path = min((target / TrialKey(experiment="small", trial=trial).checkpoints).glob("*/manifest.json"))
+    path = min((target / TrialKey(experiment="small", generation=1, trial=trial).checkpoints).glob("*/manifest.json"))
     path.unlink()
     path.symlink_to(path.name)
     return path.parent.relative_to(target).as_posix()
@@ -156,16 +156,16 @@ def unreadable_manifest(target: Path, trial: str) -> str:
 
 def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after(target: Path) -> None:
     write_experiment(target, "other", [2])
-    flip(target / JournalKey(experiment="digits").entry_path(3))
-    for folder in target.glob("digits/segments"):
+    flip(target / JournalKey(experiment="digits", generation=1).entry_path(3))
+    for folder in target.glob("digits/1/segments"):
         for path in folder.iterdir():
             path.unlink()
     for _ in range(2):
-        with pytest.raises(pt.DamageFound, match="digits/journal") as found:
+        with pytest.raises(pt.DamageFound, match="digits/1/journal") as found:
             pt.maintain(str(target), verify="all")
     again = found.value.report
     assert isinstance(again, MaintenanceReport)
-    assert [each.folder for each in again.damaged] == ["digits/journal"]
+    assert [each.folder for each in again.damaged] == ["digits/1/journal"]
     assert {each.experiment for each in again.not_looked_at} == {"digits"}
     assert again.verified_count == 1
 
@@ -298,7 +298,7 @@ def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_delet
 
     def looks_after() -> None:
         while not over.is_set():
-            if (target / "running" / "journal").is_dir():
+            if (target / "running" / "1" / "journal").is_dir():
                 reports.append(maintain(str(target), verify="all", retention=pt.Retention(last=1)))
             over.wait(0.2)
 
@@ -375,8 +375,8 @@ def _task_runs(flow_run: UUID) -> set[str]:
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
-    bad = DamagedCheckpoint("e", "t", 3, "e/trials/t", "a | b\nc <i>", is_quarantined=True)
-    journal = DamagedCheckpoint("e", None, None, "e/journal", "torn", is_quarantined=False)
+    bad = DamagedCheckpoint("e", "t", 3, "e/1/trials/t", "a | b\nc <i>", is_quarantined=True)
+    journal = DamagedCheckpoint("e", None, None, "e/1/journal", "torn", is_quarantined=False)
     left = (NotLookedAt("e", "garbage", "time"),) * 120
     page = markdown(MaintenanceReport("s3://b", (Upkeep("e", damaged=(bad, journal)),), left, dry_run=True))
     assert page.index("## Damaged") < page.index("## Experiments") < page.index("## Not checked")

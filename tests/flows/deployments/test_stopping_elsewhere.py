@@ -27,7 +27,7 @@ _STEPS = 27
 def own_journal(target: LocalTarget, trial: str) -> Trial:
     """Return the trial by its own journal, whether or not a search has read that."""
     with target.open(timeout=timedelta(seconds=30)) as store:
-        return load(store, JournalKey(experiment="e", trial=trial), side_by_side=map).trial(trial)
+        return load(store, JournalKey(experiment="e", generation=1, trial=trial), side_by_side=map).trial(trial)
 
 
 @pytest.mark.usefixtures("prefect_server", "worker")

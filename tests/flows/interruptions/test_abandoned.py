@@ -72,9 +72,11 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
 def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = JournalKey(experiment=NAME, trial="00000")
+    own = JournalKey(experiment=NAME, generation=1, trial="00000")
     added = TrialAdded(trial="00000", config={}, own_journal=True)
-    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+    search = open_journal(
+        local_target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id())
+    )
     write_directly(local_target, search, [added])
     began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
     open_journal(local_target, own, Opening(current_owner(), new_write_id(), lambda _: began))
@@ -114,7 +116,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
 
     driver = start(0.5)
     until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
-    open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
+    open_journal(local_target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id()))
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)

@@ -165,7 +165,7 @@ def test_retired_checkpoints_are_gone_from_the_target_and_live_ones_restore(
 def _blobs(trouble: Trouble, step: int) -> Sequence[Path]:
     root = Path(trouble.target.path)
     (ref,) = (each for each in trouble.trial.checkpoints if each.step == step)
-    key = CheckpointKey(trial=TrialKey(experiment=_NAME, trial="trial"), step=step, sequence=ref.sequence)
+    key = CheckpointKey(trial=TrialKey(experiment=_NAME, generation=1, trial="trial"), step=step, sequence=ref.sequence)
     return [root / path for path in read_manifest(PosixStore(root), key).blob_paths()]
 
 

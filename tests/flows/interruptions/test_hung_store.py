@@ -124,7 +124,7 @@ def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
     assert prefect_server
     (tmp_path / "staged").mkdir()
     (tmp_path / "staged" / "weights").write_bytes(b"w" * 10_000)
-    key = CheckpointKey(trial=TrialKey(experiment=_NAME, trial="trial"), step=1, sequence=1)
+    key = CheckpointKey(trial=TrialKey(experiment=_NAME, generation=1, trial="trial"), step=1, sequence=1)
     target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
     save = save_checkpoint.with_options(retries=0)
     with pytest.raises(StoreUnavailable, match="client reported success"):

@@ -79,7 +79,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: list(tmp_path.glob("runs/e/trials/*/journal/*")), seconds=150, what=lambda: f"{process.poll()}")
+    until(lambda: list(tmp_path.glob("runs/e/1/trials/*/journal/*")), seconds=150, what=lambda: f"{process.poll()}")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT

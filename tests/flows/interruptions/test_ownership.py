@@ -148,7 +148,7 @@ def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[in
 
 def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
     """Require that the next owner adopts no manifest that the zombie wrote after it was superseded."""
-    trial = TrialKey(experiment=_NAME, trial="trial")
+    trial = TrialKey(experiment=_NAME, generation=1, trial="trial")
     keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints))
     live = {(each.step, each.sequence) for each in trial_at(target, _NAME).checkpoints}
     assert live <= {(key.step, key.sequence) for key in keys if key}

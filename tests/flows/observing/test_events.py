@@ -124,7 +124,7 @@ def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
         if each["event"] == MADE:
             made.setdefault(each["resource"]["prefect.resource.id"], []).append(each)
     folder = f"{target.uri}/searched"
-    of_trials = [f"{folder}/trials/{number:05d}/checkpoints" for number in range(3)]
+    of_trials = [f"{folder}/1/trials/{number:05d}/checkpoints" for number in range(3)]
     assert set(made) == {*of_trials, f"{folder}/best"}
     assert [each["payload"]["step"] for each in made[of_trials[2]]] == [1, 2]
     for each in made[of_trials[2]]:

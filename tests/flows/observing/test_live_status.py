@@ -36,7 +36,7 @@ def looked(*arguments: object) -> str:
 
 def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
     """Return the output of `show`; empty while there is no experiment yet."""
-    if not list(Path(target.path, "e", "journal").glob("*.json")):
+    if not list(Path(target.path, "e", "1", "journal").glob("*.json")):
         return {}
     found: dict[str, Any] = json.loads(looked("show", target.path, "e", "--json", *options))
     return found
@@ -86,7 +86,7 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     (tmp_path / "go").touch()
     driver.wait()
     assert shown(local_target)["trials_by_status"] == {"completed": 2}
-    left = [*Path(local_target.path).glob("e/live/*"), *Path(local_target.path).glob("e/trials/*/live/*")]
+    left = [*Path(local_target.path).glob("e/1/live/*"), *Path(local_target.path).glob("e/1/trials/*/live/*")]
     assert not left, "it is of no use any more"
 
 
@@ -106,7 +106,7 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     (tmp_path / "go").touch()
     started(drivers, local_target, tmp_path / "go", period=1).wait()
     assert shown(local_target)["trials_by_status"] == {"completed": 2}
-    assert not list(Path(local_target.path).glob("e/live/*"))
+    assert not list(Path(local_target.path).glob("e/1/live/*"))
     assert _wasted(local_target) == [(2, True)] * 2
 
 

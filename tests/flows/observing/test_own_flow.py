@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import first_generation, write
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -24,7 +24,7 @@ def place(tmp_path: Path) -> dict[str, Any]:
 
 
 def state_at(place: dict[str, Any]) -> Experiment:
-    return load(PosixStore(Path(place["target"])), "own", side_by_side=map)
+    return load(PosixStore(Path(place["target"])), first_generation("own"), side_by_side=map)
 
 
 def directory(tmp_path: Path, step: int) -> Path:

@@ -21,6 +21,7 @@ from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.search_limits import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.flow_runs import call_path
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
@@ -34,7 +35,7 @@ def planned(**options: Any) -> SearchPlan:
 
 def begun(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
-    return after(nothing_yet("nightly"), [Configured(settings=planned(**options).settings)])
+    return after(nothing_yet(first_generation("nightly")), [Configured(settings=planned(**options).settings)])
 
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
@@ -52,7 +53,7 @@ def total(state: Experiment) -> object:
 
 
 def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> None:
-    state = nothing_yet("nightly")
+    state = nothing_yet(first_generation("nightly"))
     for number, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
         state = run(state, number, samples_per_run=5)
         assert total(state) == expected
@@ -84,7 +85,7 @@ def samples_of(state: Experiment, **options: Any) -> int | None:
 
 @pytest.mark.parametrize("search", OPEN)
 def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
-    state = nothing_yet("grid")
+    state = nothing_yet(first_generation("grid"))
     for number in ("a", "b", "c"):
         assert samples_of(state, search=search, **GRID) == 3
         state = run(state, number, search=search, **GRID)
@@ -98,7 +99,7 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
-    state = after(nothing_yet("grid"), [Configured(settings=written)])
+    state = after(nothing_yet(first_generation("grid")), [Configured(settings=written)])
     resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
@@ -109,27 +110,27 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
-    old = after(nothing_yet("grid"), [Configured(settings=planned(**GRID).settings)])
-    for state in (nothing_yet("grid"), old):
+    old = after(nothing_yet(first_generation("grid")), [Configured(settings=planned(**GRID).settings)])
+    for state in (nothing_yet(first_generation("grid")), old):
         assert samples_of(state, **GRID, **options) == 12
 
 
 def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
     space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
-    state = run(nothing_yet("grid"), "a", space=space)
+    state = run(nothing_yet(first_generation("grid")), "a", space=space)
     assert "num_samples" not in state.settings
     assert samples_of(state, space=space) == 30
 
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
-    state = run(nothing_yet("nightly"), "a", samples_per_run=5)
+    state = run(nothing_yet(first_generation("nightly")), "a", samples_per_run=5)
     same, added = extended(planned(num_samples=3), state, _unexpected)
     assert (same.num_samples, added) == (3, {})
 
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
-    state = after(nothing_yet("nightly"), [Configured(settings=before)])
+    state = after(nothing_yet(first_generation("nightly")), [Configured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
         extended(planned(samples_per_run=5), state, lambda: "a")
 

@@ -24,7 +24,7 @@ from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun
 from tests.flows.training import experiment_at, flip, own_blobs
 
-_TRIAL = TrialKey(experiment="troubled", trial="trial")
+_TRIAL = TrialKey(experiment="troubled", generation=1, trial="trial")
 _BACK = {"way": "other checkpoint", "checkpoint": 5}
 
 
@@ -37,7 +37,7 @@ def trained(trouble: Trouble) -> Trouble:
 
 def _opened(trained: Trouble) -> Experiment:
     owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
-    return restore_experiment_state(trained.target, _TRIAL.experiment, owner, new_write_id())
+    return restore_experiment_state(trained.target, _TRIAL.of_experiment, owner, new_write_id())
 
 
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:

@@ -84,14 +84,14 @@ def entry_of_a_stop(target: LocalTarget) -> int:
 )
 def test_a_fork_with_nothing_changed_ends_as_its_origin_did(search: Any, local_target: LocalTarget) -> None:
     old = searched(local_target, search=search, scheduler=ASHA, stop={"step": 9}, num_samples=6)
-    before = objects(local_target, "old/journal")
+    before = objects(local_target, "old/1/journal")
     number = entry_of_a_stop(local_target)
     assert len(experiment_at(local_target, "old").trials) > 2
     new = pt.resume("old", target=local_target, fork="new", at=number)
     assert table(new.experiment) == table(old.experiment)
     assert new.experiment.origin is not None
     assert (new.experiment.origin.experiment, new.experiment.origin.number) == ("old", number)
-    assert objects(local_target, "old/journal") == before
+    assert objects(local_target, "old/1/journal") == before
 
 
 @pytest.mark.deep
@@ -174,9 +174,9 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     resume: str, local_target: LocalTarget
 ) -> None:
     searched(local_target, num_samples=1)
-    entry = Path(local_target.path, "old/journal/0000000003.json")
+    entry = Path(local_target.path, "old/1/journal/0000000003.json")
     entry.write_bytes(entry.read_bytes().replace(b'"term":1', b'"term":2'))
-    shutil.rmtree(Path(local_target.path, "old/segments"), ignore_errors=True)
+    shutil.rmtree(Path(local_target.path, "old/1/segments"), ignore_errors=True)
     before = objects(local_target, "old")
     with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
         searched(local_target, resume=resume)
@@ -358,13 +358,37 @@ def rows(experiment: Experiment) -> Sequence[object]:
 
 def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget) -> None:
     searched(local_target, num_samples=1)
-    before = objects(local_target, "old/trials/00000/checkpoints")
+    before = objects(local_target, "old/1/trials/00000/checkpoints")
     pt.resume("old", target=local_target, fork="new", num_samples=2)
     with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
         delete_experiment("old", target=local_target)
     assert delete_experiment("new", target=local_target) > 0
-    assert not objects(local_target, "new")
-    assert objects(local_target, "old/trials/00000/checkpoints") == before
+    assert list(objects(local_target, "new")) == ["new/generations/0000000002.json"]
+    assert objects(local_target, "old/1/trials/00000/checkpoints") == before
     assert len(searched(local_target, num_samples=2).trials) == 2
     assert delete_experiment("old", target=local_target) > 0
-    assert not objects(local_target, "old")
+    assert list(objects(local_target, "old")) == ["old/generations/0000000002.json"]
+
+
+DEVELOPMENT = Path(__file__).parents[2] / "data" / "development_layout"
+
+
+def test_an_experiment_of_a_development_version_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    shutil.copytree(DEVELOPMENT, tmp_path / "target")
+    before = objects(target, "")
+    said = "was written by a development version of prefect-tune, before its first release, and is not read"
+    acts: list[Callable[[], object]] = [
+        lambda: pt.durable_trainable(train, {"x": 1}, target=target, experiment="training"),
+        lambda: pt.tune(train, {"x": 1}, target=target, experiment="asha", metric="loss", mode="min"),
+        lambda: pt.resume("pbt", target=target),
+        lambda: pt.resume("asha", target=target, fork="other"),
+        lambda: pt.load_results(target, "fork"),
+        lambda: delete_experiment("own", target=target),
+    ]
+    for act in acts:
+        with pytest.raises((pt.ResumeFailed, pt.UnknownVersion), match=said):
+            act()
+    left = objects(target, "")
+    assert {path: left[path] for path in before} == before
+    assert all(path.startswith(".") for path in left.keys() - before.keys())

@@ -17,6 +17,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.argument_checks import name_of
 from prefect_tune.parameters.resume_compatibility import require_same_training
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
 from tests.flows.training import trial_at
 
@@ -34,7 +35,7 @@ def train(_config: object) -> None: ...
 def spec(tmp_path: Path) -> TrialSpec:
     return TrialSpec(
         target=LocalTarget(path=str(tmp_path / "target")),
-        trial=TrialKey(experiment=NAME, trial="trial"),
+        trial=TrialKey(experiment=NAME, generation=1, trial="trial"),
         trainable="",
         stopper="",
         needs_curve=False,
@@ -45,7 +46,7 @@ def spec(tmp_path: Path) -> TrialSpec:
 def known(**fingerprint: str) -> Experiment:
     """A training with a journal."""
     trial = Trial(trial="trial", config={}, fingerprint=fingerprint)
-    return nothing_yet(NAME).model_copy(update={"trials": TrialMap.of([trial])})
+    return nothing_yet(first_generation(NAME)).model_copy(update={"trials": TrialMap.of([trial])})
 
 
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])

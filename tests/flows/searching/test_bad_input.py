@@ -168,7 +168,7 @@ def test_another_config_under_the_same_name_is_refused_and_says_both(tmp_path: P
 @pytest.mark.usefixtures("prefect_server")
 def test_a_journal_that_cannot_be_read_is_never_started_over(tmp_path: Path) -> None:
     _train(tmp_path / "target", tmp_path / "first")
-    entry = next((tmp_path / "target" / "bad" / "journal").iterdir())
+    entry = next((tmp_path / "target" / "bad" / "1" / "journal").iterdir())
     entry.write_bytes(entry.read_bytes()[:-9])
     with pytest.raises(ResumeFailed, match="Nothing was started"):
         _train(tmp_path / "target", tmp_path / "second")

@@ -30,6 +30,7 @@ from prefect_tune.core.search.base import Proposals, Search, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.integrations.optuna import OptunaSearch
+from tests.fakes.checkpoints import first_generation
 from tests.flows.simulated_search import NAME, SimulatedSearch, StoppableExecutor
 
 SCHEDULERS = {
@@ -119,7 +120,7 @@ def after(*events: Event) -> bool:
     return state.trial("t").past[-1].stopped
 
 
-EMPTY = nothing_yet(NAME)
+EMPTY = nothing_yet(first_generation(NAME))
 
 
 def test_what_optuna_proposes_beside_a_scheduler_is_the_same_in_one_run_and_in_three(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from prefect_tune.core.journal_events.experiment_events import Cause, StopAsked
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
 from prefect_tune.tuner.stopping import StopOutcome, stop
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until
 from tests.flows.training import experiment_at, statuses
@@ -100,7 +101,7 @@ def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_ot
     again = slow.search(step_seconds=0, stop={"step": 22})
     assert [(each.step, each.attempt) for each in again.trials.values()] == [(stopped.step, 1), (22, 2)]
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
-        assert read_request(store, "e", 1) is None  # it was collected
+        assert read_request(store, first_generation("e"), 1) is None  # it was collected
 
 
 def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without_loss(slow: Slow) -> None:
@@ -151,7 +152,7 @@ def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopAsked) -
 def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 1})
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
-        store.create("e/requests/0000000001.json", b"junk")
+        store.create("e/1/requests/0000000001.json", b"junk")
         state = experiment_at(slow.target, "e")
         request = StopRequest(write_id="w", at="now", reason="stop", term=state.term + 1, trial="unknown")
         assert ask(store, state, request) == 2
@@ -168,7 +169,7 @@ def test_what_cannot_be_stopped_is_not_asked_for(name: str, trial: str | None, s
     slow.search(step_seconds=0, stop={"step": 1})
     with pytest.raises(pt.InvalidInput, match=said):
         stop(name, target=slow.target, trial=trial)
-    assert not (Path(slow.target.path) / name / "requests").exists()
+    assert not (Path(slow.target.path) / name / "1" / "requests").exists()
 
 
 def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTarget) -> None:

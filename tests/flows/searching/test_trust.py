@@ -26,6 +26,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.flows.resume import resume
 from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
 from prefect_tune.tuner.warm_start import new_warm_starts
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
 from tests.trainables.moody import train
@@ -132,7 +133,9 @@ def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(untrusted: 
 
 def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
     (shown,) = [each.code for each in blocks_of(ROOT / "docs" / "trust.md")]
-    known = Experiment(key=JournalKey(experiment="digits"), settings={"trainable": "my_project.train:Net"})
+    known = Experiment(
+        key=JournalKey(experiment="digits", generation=1), settings={"trainable": "my_project.train:Net"}
+    )
     with pytest.raises(UnsafePayload) as caught:
         require_trusted(S3Target(bucket="bucket", prefix="runs"), known, (), ())
     assert shown.split() == str(caught.value).split()
@@ -167,9 +170,11 @@ def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(n
 def forked(target: StorageTarget, name: str, into: str) -> None:
     """Fork as the task does."""
     with target.open(timeout=timedelta(seconds=60)) as store:
-        past = past_of(store, name, None, side_by_side=map)
+        past = past_of(store, first_generation(name), None, side_by_side=map)
         owner = Owner(name="a person", host="here", pid=1)
-        begun_here = begin_fork(store, into, past.origin, owner, stamp := Stamp(write_id=into, at=""), side_by_side=map)
+        begun_here = begin_fork(
+            store, first_generation(into), past.origin, owner, stamp := Stamp(write_id=into, at=""), side_by_side=map
+        )
         fork(store, past, begun_here, stamp, side_by_side=map)
 
 
@@ -177,11 +182,11 @@ def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untr
     untrusted.forge("stop")
     root = Path(untrusted.target.path)
     root.chmod(0o755)
-    (root / "e" / "journal").chmod(0o777)
+    (root / "e" / "1" / "journal").chmod(0o777)
     forked(untrusted.target, "e", "copy")
     forked(untrusted.target, "copy", "copy-of-copy")
     for name in ("copy", "copy-of-copy"):
-        with pytest.raises(UnsafePayload, match=r"e/journal can be written by others"):
+        with pytest.raises(UnsafePayload, match=r"e/1/journal can be written by others"):
             resume.fn(name, target=untrusted.target, trainable=TRAIN)
     require_untouched(untrusted)
 
@@ -189,14 +194,14 @@ def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untr
 def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(untrusted: Untrusted) -> None:
     untrusted.forge("warm start")
     (place,) = ROADS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
-    known = Experiment(key=JournalKey(experiment="e"), warm_starts={place: 1})
+    known = Experiment(key=JournalKey(experiment="e", generation=1), warm_starts={place: 1})
     assert not new_warm_starts([place], untrusted.target, "e", known)
     require_untouched(untrusted)
 
 
 def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(untrusted: Untrusted) -> None:
     settings = {"trainable": TRAIN, "warm_start": [place := "s3://theirs/first"], "num_samples": 1}
-    known = Experiment(key=JournalKey(experiment="e"), settings=settings, warm_starts={place: 1})
+    known = Experiment(key=JournalKey(experiment="e", generation=1), settings=settings, warm_starts={place: 1})
     require_trusted(untrusted.target, known, ["trainable"], ())
     with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
         require_trusted(keyed(untrusted), known, ["trainable"], ())
@@ -264,7 +269,7 @@ def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget
     assert count(pt.resume("e", target=local_target, num_samples=2)) == 2
 
 
-@pytest.mark.parametrize("below", ["", "e", "e/journal", "e/journal/0000000001.json"])
+@pytest.mark.parametrize("below", ["", "e", "e/1/journal", "e/1/journal/0000000001.json"])
 def test_a_folder_that_others_can_write_to_is_not_ones_own(
     below: str, local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

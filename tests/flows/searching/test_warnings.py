@@ -26,6 +26,7 @@ from prefect_tune.parameters.resume_compatibility import (
 )
 from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
 from prefect_tune.parameters.search_plan import SearchPlan
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, silent, train
@@ -44,7 +45,7 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
     added = [
         TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, own_journal=True) for n in range(3)
     ]
-    return after(nothing_yet("e"), [Configured(settings=then.settings), *added, *news])
+    return after(nothing_yet(first_generation("e")), [Configured(settings=then.settings), *added, *news])
 
 
 def gave_up(*trials: str) -> list[Event]:
@@ -207,7 +208,7 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
     state = searched(planned())
     log_space(state, planned(), LOG)
     log_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
-    log_space(nothing_yet("e"), planned(), LOG)
+    log_space(nothing_yet(first_generation("e")), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
     log_space(state, planned(space=other), LOG)

@@ -12,6 +12,7 @@ from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal_events.experiment_events import Configured, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.resume_compatibility import require_search
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
@@ -20,7 +21,7 @@ TRAINABLE = {"trainable": "Net"}
 
 def begun(*events: Event, attempt: int = 0) -> Experiment:
     store, owner = MemoryStore(), Owner(name="brave-fox", host="here", pid=1, flow_run="f", attempt=attempt)
-    state = take_over(store, "e", owner, next(_STAMPS), side_by_side=map)
+    state = take_over(store, first_generation("e"), owner, next(_STAMPS), side_by_side=map)
     return append(store, state, events, next(_STAMPS))
 
 

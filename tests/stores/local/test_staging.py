@@ -24,7 +24,7 @@ from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transf
 from tests.fakes.checkpoints import write
 from tests.fakes.stores.memory_store import MemoryStore
 
-TRIAL = TrialKey(experiment="e", trial="t")
+TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 ABOUT = About(attempt=1, term=1, write_id="w", created_at="now")
 
 

@@ -18,7 +18,7 @@ from prefect_tune.core.journal_events.experiment_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks.public import checkpoints, ownership
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import first_generation, write
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Caller:
         return pt.delete_checkpoint.fn(step=step, **place)
 
     def state(self) -> Experiment:
-        return load(self.bucket, self.experiment, side_by_side=map)
+        return load(self.bucket, first_generation(self.experiment), side_by_side=map)
 
 
 @pytest.fixture

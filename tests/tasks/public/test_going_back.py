@@ -9,7 +9,7 @@ from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import history
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.stores.dying_store import DyingStore, Way
 from tests.tasks.public.conftest import Caller
 
@@ -20,7 +20,7 @@ def trial_of(caller: Caller) -> Trial:
 
 def losses(caller: Caller) -> dict[int, object]:
     """Return the learning curve that results and the report use."""
-    reports = curve(history(caller.bucket, "e", side_by_side=map), "trial")
+    reports = curve(history(caller.bucket, first_generation("e"), side_by_side=map), "trial")
     return {each.step: each.metrics["loss"] for each in reports}
 
 

@@ -19,7 +19,7 @@ from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import read_undamaged
 from prefect_tune.tasks.public import checkpoints, ownership, trials
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.tasks.public.conftest import Caller
@@ -109,7 +109,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save(1)
-    nothing, read = LoadedJournal(nothing_yet("e")), read_undamaged
+    nothing, read = LoadedJournal(nothing_yet(first_generation("e"))), read_undamaged
     answers = iter([nothing])  # this task read the journal before the other task opened it
     caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
     caller.save(2)
@@ -215,7 +215,7 @@ def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(ca
 
 def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(caller: Caller) -> None:
     """Such a save may share the damaged bytes; here the process is killed before it repeats the save."""
-    folder = TrialKey(experiment="e", trial="trial")
+    folder = TrialKey(experiment="e", generation=1, trial="trial")
     caller.save(1)
     first = folder.checkpoint_key(caller.state().trial("trial").checkpoints[0])
     tries: list[int] = []

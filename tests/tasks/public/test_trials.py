@@ -15,6 +15,7 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load
 from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import first_generation
 from tests.tasks.public.conftest import Caller
 from tests.trainables.counting import Counting
 
@@ -77,7 +78,7 @@ def test_trials_of_one_experiment_are_trained_side_by_side(tmp_path: Path) -> No
     assert [(each.trial, each.status, each.step, each.attempts) for each in done] == [
         (trial, Status.COMPLETED, 4, 1) for trial in "abc"
     ]
-    state = load(PosixStore(tmp_path / "runs"), "e", side_by_side=map)
+    state = load(PosixStore(tmp_path / "runs"), first_generation("e"), side_by_side=map)
     assert (state.term, [len(each.checkpoints) for each in state.trials.values()]) == (1, [4, 4, 4])
 
 

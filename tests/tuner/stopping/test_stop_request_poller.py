@@ -15,6 +15,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner import stopping
 from prefect_tune.tuner.stopping import StopRequestPoller
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.trial_processes import until
 
 
@@ -37,11 +38,11 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(
     monkeypatch.setattr(stopping, "_SHORTEST_PERIOD", often := timedelta(milliseconds=5))
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
-    ask(bucket, nothing_yet(JournalKey(experiment="e")), request)
+    ask(bucket, nothing_yet(JournalKey(experiment="e", generation=1)), request)
     stop = threading.Event()
     with (
         caplog.at_level(logging.WARNING, "prefect_tune"),
-        StopRequestPoller(BucketTarget(name="away"), "e", 0, often, stop) as poller,
+        StopRequestPoller(BucketTarget(name="away"), first_generation("e"), 0, often, stop) as poller,
     ):
         until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
         assert poller.take() == []

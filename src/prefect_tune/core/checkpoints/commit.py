@@ -257,12 +257,13 @@ def _manifest(key: CheckpointKey, source: Source, about: About, placed: Iterable
     for piece, digest, place in (chunk for each in placed for chunk in each.chunks):
         if place.path not in blobs:
             blobs[place.path] = len(refs)
-            path = place.path.partition("/")[2]
+            path = place.path.removeprefix(f"{key.trial.of_experiment.folder}/")
             refs.append(BlobRef(path=path, size_bytes=place.size_bytes))
         chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
         of_file.setdefault(piece.file, []).append((piece.offset, chunk))
     return Manifest(
         experiment=key.trial.experiment,
+        generation=key.trial.generation,
         trial=key.trial.trial,
         step=key.step,
         sequence=key.sequence,

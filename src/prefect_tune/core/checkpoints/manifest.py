@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.models import Digest, ExperimentName, StepReport, Value, digest_of
 from prefect_tune.core.storage.documents import Document, seal, unseal
-from prefect_tune.core.storage.layout import CheckpointKey, PortablePath, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, Generation, PortablePath, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 
 # A directory's bytes as chunks and blobs: large files split, small files packed together.
@@ -114,14 +114,21 @@ class ChunkRef(Value):
 
 
 class BlobRef(Value):
-    """A blob: its path below the experiment's folder, and its size.
+    """A blob: its path below the folder of the experiment's generation, and its size.
 
-    `experiment` names the experiment of that folder, if it is not the manifest's own (in a fork).
+    `experiment` and `generation` name the experiment of that folder, if it is not the manifest's own (in a fork).
     """
 
     path: PortablePath
     size_bytes: _Count
     experiment: ExperimentName | None = None
+    generation: Generation | None = None
+
+    @model_validator(mode="after")
+    def _names_both(self) -> BlobRef:
+        if (self.experiment is None) != (self.generation is None):
+            raise ValueError(f"{self.path!r}: expected an experiment with its generation, or neither")
+        return self
 
 
 class FileRef(Value):
@@ -169,6 +176,7 @@ class Manifest(Document):
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
     version: Literal[1] = 1
     experiment: str
+    generation: Generation
     trial: str
     step: int
     sequence: int
@@ -195,7 +203,7 @@ class Manifest(Document):
     @property
     def key(self) -> CheckpointKey:
         """The key of the checkpoint."""
-        trial = TrialKey(experiment=self.experiment, trial=self.trial)
+        trial = TrialKey(experiment=self.experiment, generation=self.generation, trial=self.trial)
         return CheckpointKey(trial=trial, step=self.step, sequence=self.sequence)
 
     @property
@@ -206,7 +214,9 @@ class Manifest(Document):
     def blob_path(self, index: int) -> str:
         """Return the path of blob `index` from the target's root."""
         blob = self.blobs[index]
-        return f"{blob.experiment or self.experiment}/{blob.path}"
+        if blob.experiment is None:
+            return f"{self.experiment}/{self.generation}/{blob.path}"
+        return f"{blob.experiment}/{blob.generation}/{blob.path}"
 
     def lies_at(self, home: CheckpointKey) -> bool:
         """Return whether all its blobs are stored in the folder of `home`'s trial."""

@@ -50,7 +50,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.core.storage.layout import JournalKey, journal_key
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
 
 __all__ = [
     "Experiment",
@@ -223,16 +223,23 @@ class Experiment(Value):
         """Return the event with which the present owner opened the journal."""
         if self.owner is None:
             raise IllegalTransition(f"{self.key}: no owner has opened it yet")
-        return Opened(experiment=self.key.experiment, trial=self.key.trial, term=self.term, owner=self.owner)
+        key = self.key
+        return Opened(
+            experiment=key.experiment, generation=key.generation, trial=key.trial, term=self.term, owner=self.owner
+        )
+
+    def trial_key(self, trial: str) -> TrialKey:
+        """Return the key of a trial of the experiment."""
+        return self.key.trial_key(trial)
 
     def trial(self, trial: str) -> Trial:
         """Return the trial; KeyError where there is none."""
         return self.trials[trial]
 
 
-def nothing_yet(journal: JournalKey | str) -> Experiment:
+def nothing_yet(journal: JournalKey) -> Experiment:
     """Return the experiment of an empty journal: a fresh start is a resume from here."""
-    return Experiment(key=journal_key(journal))
+    return Experiment(key=journal)
 
 
 def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
@@ -340,7 +347,7 @@ def after_event(experiment: Experiment, event: Event, number: int, writer: Write
 
 
 def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
-    opens = JournalKey(experiment=event.experiment, trial=event.trial)
+    opens = JournalKey(experiment=event.experiment, generation=event.generation, trial=event.trial)
     if (opens, event.term) != (experiment.key, experiment.term + 1):
         raise IllegalTransition(f"it opens {opens} for owner {event.term}")
     restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0

@@ -13,6 +13,7 @@ number of processes that do not know of each other, without locks, leases or clo
 - **Guests** (claims of clones, quarantine and pruning by another process) append through `append_as_guest`, and only
   `GuestEvent`; the entry says its writer. The owner finds such an entry in its place, applies it, and appends after it.
 - **Write id.** A refused creation may be one's own, whose reply was lost: an entry with one's own write id is success.
+- **Deletion.** An entry counts once the experiment's first entry was seen after its creation: see `generations`.
 - **Order.** An entry is durable before its effect: a trial is answered, and bytes are deleted, only after `append`.
 
 Never: an entry replaced or deleted (but with its whole experiment); an entry after one that is gone, since an unmounted
@@ -32,6 +33,7 @@ from itertools import pairwise
 
 from prefect_tune.core.errors import (
     AlreadyExists,
+    CommitUnknown,
     InvalidInput,
     JournalCorrupt,
     ObjectNotFound,
@@ -65,7 +67,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
-from prefect_tune.core.storage.layout import JournalKey, journal_key, number_in
+from prefect_tune.core.storage.generations import require_not_deleted
+from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import (
     Buffer,
     ObjectStore,
@@ -149,30 +152,31 @@ class LoadedJournal:
     """Numbers of segments that are listed, but damaged or of another history."""
 
 
-def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> Experiment:
+def load(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Experiment:
     """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
 
     Reads at most 18 objects, however many entries there are, as long as every segment was written.
 
     Raises:
         JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
+        Superseded: the experiment was deleted, and parts of its journal are left.
         UnknownVersion: a newer prefect-tune wrote an entry.
     """
     return read(store, journal, side_by_side=side_by_side).experiment
 
 
-def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> LoadedJournal:
+def read(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> LoadedJournal:
     """Load the experiment, with what `take_over` needs as `known` so as not to read the journal twice."""
-    return _loaded(store, journal_key(journal), side_by_side)
+    return _loaded(store, journal, side_by_side)
 
 
-def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> Sequence[Entry]:
+def history(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Sequence[Entry]:
     """Return every entry from the first, for curves, timelines and audits."""
-    return [entry for entry, _ in entries_after(store, journal_key(journal), 0, side_by_side)]
+    return [entry for entry, _ in entries_after(store, journal, 0, side_by_side)]
 
 
 def as_of(
-    store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: ParallelMap
+    store: ObjectStore, journal: JournalKey, number: int | None, *, side_by_side: ParallelMap
 ) -> tuple[Experiment, Sequence[Entry]]:
     """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
 
@@ -180,13 +184,12 @@ def as_of(
         InvalidInput: there is no such entry.
         JournalCorrupt: as `load`.
     """
-    key = journal_key(journal)
-    last = load(store, key, side_by_side=side_by_side).number
+    last = load(store, journal, side_by_side=side_by_side).number
     wanted = last if number is None else number
     if not 1 <= wanted <= last:
-        raise InvalidInput(f"{key}: expected an entry from 1 to {last}, found {wanted}")
-    paths = (key.entry_path(each) for each in range(1, wanted + 1))
-    state, entries = nothing_yet(key), list[Entry]()
+        raise InvalidInput(f"{journal}: expected an entry from 1 to {last}, found {wanted}")
+    paths = (journal.entry_path(each) for each in range(1, wanted + 1))
+    state, entries = nothing_yet(journal), list[Entry]()
     for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
         entries.append(decode_entry(data, path))
         state = apply(state, entries[-1], digest_of(data))
@@ -194,23 +197,23 @@ def as_of(
 
 
 def entries_beyond(
-    store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: ParallelMap
+    store: ObjectStore, journal: JournalKey, number: int, *, side_by_side: ParallelMap
 ) -> Sequence[Entry]:
     """Return the entries after `number`, for a caller that has read those before.
 
     Raises:
         JournalCorrupt: an entry is missing or altered.
     """
-    return [entry for entry, _ in entries_after(store, journal_key(journal), number, side_by_side)]
+    return [entry for entry, _ in entries_after(store, journal, number, side_by_side)]
 
 
-def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) -> Entry | None:
+def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
     """Return the entry after `number`, or None while it does not exist. Sends one request: for polling a journal.
 
     Raises:
         JournalCorrupt: the entry is damaged.
     """
-    path = journal_key(experiment).entry_path(number + 1)
+    path = journal.entry_path(number + 1)
     return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
 
 
@@ -222,10 +225,10 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
-        Superseded: another owner has written the next entry, and owns the experiment now.
+        Superseded: another owner has written the next entry, and owns the experiment now; or it was deleted.
         CommitUnknown: the target did not say whether it wrote; call again with the same stamp.
         JournalCorrupt, SaveOvertaken: the events cannot follow the last entry; nothing was written.
-        StoreUnavailable: the last entry no longer exists, or the target cannot be reached.
+        StoreUnavailable: the first entry no longer exists, or the target cannot be reached.
     """
     while True:
         try:
@@ -236,7 +239,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 
 def append_as_guest(
     store: ObjectStore,
-    journal: JournalKey | str,
+    journal: JournalKey,
     events_for: Callable[[Experiment], Sequence[GuestEvent]],
     stamp: Stamp,
     *,
@@ -279,33 +282,52 @@ def _append_next(
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
     result = following(experiment, entry, digest_of(data))
-    _require_predecessor(store, experiment)
     create_or_recognize(store, path, data)
+    _require_first_entry(store, experiment.key, path)
     return result
 
 
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
     """Return the experiment after the existing entry if a guest wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
-    entry = decode_entry(data := read_document(store, path, JournalCorrupt), path)
+    if (data := read_if_there(store, path)) is None:
+        require_not_deleted(store, experiment.key)
+        raise StoreUnavailable(f"{path}: it exists, and cannot be read; try again") from exists
+    entry = decode_entry(data, path)
     if entry.writer != "guest" or (entry.previous, entry.term) != (experiment.digest, experiment.term):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))
 
 
-def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
-    """Raise if the last entry is gone: an unmounted disk or a deleted experiment would accept a write, and lose it."""
-    before = experiment.number and experiment.key.entry_path(experiment.number)
-    if before and store.size(before) is None:
+def _require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
+    """Check after the creation of an entry that the experiment was not deleted before; remove the entry if it was.
+
+    A deletion deletes the experiment's first entry before anything else. So if that is there, no entry was missing when
+    this one was created; and the disk is the one on which the experiment is, not an empty folder where it was mounted.
+    """
+    first = key.of_experiment.entry_path(1)
+    try:
+        if first != created and store.size(first) is not None:
+            return
+        require_not_deleted(store, key)
+    except Superseded:
+        with suppress(StoreUnavailable, StoreRefused):  # else maintenance finds it
+            store.delete([created])
+        raise
+    except StoreUnavailable as error:
+        what = f"{created}: written, but it is not known whether the experiment was deleted before"
+        raise CommitUnknown(f"{what}: {error}") from error
+    if first != created:
+        store.delete([created])
         raise StoreUnavailable(
-            f"{before}: the journal's last entry is gone, so nothing is written after it. Is the target still "
+            f"{first}: the experiment's first entry is gone, so nothing is written after it. Is the target still "
             "mounted, and does the experiment still exist?"
         )
 
 
 def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and save reads
     store: ObjectStore,
-    journal: JournalKey | str,
+    journal: JournalKey,
     owner: Owner,
     stamp: Stamp,
     *,
@@ -325,18 +347,18 @@ def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and
         ResumeFailed: the experiment is being deleted, and `also` does not continue that deletion.
         Superseded: other runs opened it first, 16 times.
     """
-    key = journal_key(journal)
     lost: Superseded | None = None
     for _ in range(_RACES):
-        loaded = _caught_up(store, known, side_by_side) if known else _loaded(store, key, side_by_side)
+        loaded = _caught_up(store, known, side_by_side) if known else _loaded(store, journal, side_by_side)
         try:
             opened = _opened(store, loaded.experiment, owner, stamp, also)
         except Superseded as race:
+            require_not_deleted(store, journal)  # that is no race
             lost, known = race, None
             continue
         _mend(store, loaded, opened, side_by_side)
         return opened
-    raise Superseded(f"{key}: lost {_RACES} races to open it") from lost
+    raise Superseded(f"{journal}: lost {_RACES} races to open it") from lost
 
 
 def _opened(
@@ -349,7 +371,10 @@ def _opened(
     if found.opened_at and _opened_by(store, found, stamp):
         return found  # an earlier attempt of this same call succeeded, and its reply was lost
     key = found.key
-    opened, events = Opened(experiment=key.experiment, trial=key.trial, term=found.term + 1, owner=owner), also(found)
+    opened = Opened(
+        experiment=key.experiment, generation=key.generation, trial=key.trial, term=found.term + 1, owner=owner
+    )
+    events = also(found)
     if found.is_removed and Deletion() not in events:
         raise ResumeFailed(f"{key} is being deleted by {found.owner}: finish the deletion, or use another name")
     return append(store, found, [opened, *events], stamp)
@@ -361,6 +386,14 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
 
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
+    try:
+        return _folded(store, key, side_by_side)
+    except JournalCorrupt:
+        require_not_deleted(store, key)
+        raise
+
+
+def _folded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
     """Load by segments; where the entries do not follow from them, load from the entries alone."""
     try:
         return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
@@ -486,8 +519,8 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
 # Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.
 
 
-def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: ParallelMap) -> Trial:
-    """Return the trial's state in its own journal; `known` where it has none, or none yet.
+def trial_today(store: ObjectStore, experiment: JournalKey, known: Trial, *, side_by_side: ParallelMap) -> Trial:
+    """Return the state of a trial of `experiment` in its own journal; `known` where it has none, or none yet.
 
     Its `past` is that of `known`: decisions are in the experiment's journal.
 
@@ -496,6 +529,5 @@ def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_si
     """
     if not known.own_journal:
         return known
-    own = JournalKey(experiment=experiment, trial=known.trial)
-    found = load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)
+    found = load(store, experiment.of_trial(known.trial), side_by_side=side_by_side).trials.get(known.trial, known)
     return found.model_copy(update={"past": known.past})

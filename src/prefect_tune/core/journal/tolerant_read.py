@@ -12,6 +12,7 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     StoreRefused,
     StoreUnavailable,
+    Superseded,
     UnknownVersion,
 )
 from prefect_tune.core.journal.journal import load
@@ -51,20 +52,20 @@ def unless_unreadable(
         try:
             return act()
         except (JournalCorrupt, UnknownVersion) as error:
-            is_damage = isinstance(error, JournalCorrupt) and _is_there(store, place.experiment)
+            is_damage = isinstance(error, JournalCorrupt) and _is_there(store, place.of_experiment)
             return Unreadable(folder, str(error), place.trial, is_damage=is_damage)
         except DeadlineExceeded:
             raise
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
             why = f"{type(error).__name__}: {error}"
-            store.size(JournalKey(experiment=place.experiment).entry_path(1))  # raises if the target is unavailable
+            store.size(place.of_experiment.entry_path(1))  # raises if the target is unavailable
     return Unreadable(folder, why, place.trial)
 
 
-def _is_there(store: ObjectStore, experiment: str) -> bool:
+def _is_there(store: ObjectStore, experiment: JournalKey) -> bool:
     """Return whether the experiment exists and is not being deleted: a journal being deleted is not damaged."""
     try:
         state = load(store, experiment, side_by_side=map)
-    except JournalCorrupt:
+    except (JournalCorrupt, Superseded):
         return False
     return state.number > 0 and not state.is_removed

@@ -39,6 +39,7 @@ from prefect_tune.core.journal_events.trial_events import (
 )
 from prefect_tune.core.models import ExperimentName, Message, TrialId, Value
 from prefect_tune.core.storage.documents import Document
+from prefect_tune.core.storage.layout import Generation
 
 __all__ = [
     "Absorbed",
@@ -94,6 +95,7 @@ class Opened(Value):
 
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
+    generation: Generation
     trial: TrialId | None = None
     """The trial whose own journal is opened; None for the experiment's journal."""
     term: int

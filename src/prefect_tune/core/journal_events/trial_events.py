@@ -13,7 +13,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.models import Digest, ExperimentName, Message, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.layout import CheckpointKey, Generation, JournalKey
 from prefect_tune.core.texts import is_unicode
 
 __all__ = [
@@ -138,8 +138,14 @@ class ForkOrigin(Value):
     """The entry of another experiment's journal that a fork continues from."""
 
     experiment: ExperimentName
+    generation: Generation
     number: int
     digest: Digest
+
+    @property
+    def key(self) -> JournalKey:
+        """The key of that journal."""
+        return JournalKey(experiment=self.experiment, generation=self.generation)
 
     def __str__(self) -> str:
         return f"experiment {self.experiment!r} as of entry {self.number}"

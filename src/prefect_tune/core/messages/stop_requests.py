@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal_events.experiment_events import StopAsked
 from prefect_tune.core.models import TrialId
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import number_in, request_path, requests_folder
+from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 
 __all__ = ["StopRequest", "ask", "delete_journaled", "is_journaled", "is_lost", "read_request", "stop_event"]
@@ -50,7 +50,7 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
     number = len(experiment.stop_requests) + 1
     while True:
         try:
-            create_or_recognize(store, request_path(experiment.name, number), seal(request))
+            create_or_recognize(store, experiment.key.request_path(number), seal(request))
         except AlreadyExists:
             number += 1
         else:
@@ -67,9 +67,9 @@ def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
     return len(experiment.stop_requests) >= number and not is_journaled(experiment, request)
 
 
-def read_request(store: ObjectStore, experiment: str, number: int) -> StopRequest | None:
+def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
     """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
-    path = request_path(experiment, number)
+    path = experiment.request_path(number)
     try:
         return read_sealed(store, StopRequest, path, JournalCorrupt)
     except ObjectNotFound:
@@ -99,9 +99,9 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
     return f"trial {request.trial!r} is {trial.status} already" if trial.phase in ENDED else ""
 
 
-def delete_journaled(store: ObjectStore, experiment: str, journaled_count: int) -> int:
+def delete_journaled(store: ObjectStore, experiment: JournalKey, journaled_count: int) -> int:
     """Delete the first `journaled_count` requests, which the journal names; return the number of deleted objects."""
-    folder = requests_folder(experiment)
+    folder = experiment.requests
     listed = [(number_in(folder, each.path), each.path) for each in store.list(folder)]
     paths = [path for number, path in listed if number is not None and number <= journaled_count]
     if paths:

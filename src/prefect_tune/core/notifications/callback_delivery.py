@@ -30,7 +30,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import StepReport, Value, valid_name
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import number_in, numbered
+from prefect_tune.core.storage.layout import JournalKey, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 
 Delivered = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
@@ -141,7 +141,7 @@ class DeliveryTracker:
         self._beyond.add(trial)
 
 
-def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackState | None:
+def newest_state(store: ObjectStore, experiment: JournalKey, name: str) -> CallbackState | None:
     """Return the newest state; None where none was written.
 
     Raises:
@@ -157,7 +157,7 @@ def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackStat
     return None
 
 
-def keep_state(store: ObjectStore, experiment: str, name: str, state: CallbackState) -> None:
+def keep_state(store: ObjectStore, experiment: JournalKey, name: str, state: CallbackState) -> None:
     """Write `state` as the newest one, and delete the one before it.
 
     Raises:
@@ -171,5 +171,5 @@ def keep_state(store: ObjectStore, experiment: str, name: str, state: CallbackSt
         store.delete([numbered(folder, state.number - 1)])
 
 
-def _folder(experiment: str, name: str) -> str:
-    return f"{valid_name(experiment)}/callbacks/{valid_name(name)}"
+def _folder(experiment: JournalKey, name: str) -> str:
+    return f"{experiment.folder}/callbacks/{valid_name(name)}"

@@ -29,7 +29,6 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Json, Metrics, Value, first_line, metric_in
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.storage.layout import TrialKey
 
 # Track the best model of an experiment: the best of all commits, and of the last steps of ended trials.
 
@@ -43,7 +42,7 @@ class BestSoFar:
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
         """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
         self._objective = objective
-        self._experiment = experiment.name
+        self._experiment = experiment.key
         known = [(losses, trial.trial) for trial in experiment.trials.values() for losses in self._all_of(trial)]
         best: tuple[Losses | None, str | None] = min(known, key=lambda each: each[0], default=(None, None))
         self._losses, self.trial = best
@@ -54,7 +53,7 @@ class BestSoFar:
         newest = newest_checkpoint(trial)
         if newest is None or not self._improves(trial.trial, newest.metrics):
             return None
-        key = TrialKey(experiment=self._experiment, trial=trial.trial).checkpoint_key(newest)
+        key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
         return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:

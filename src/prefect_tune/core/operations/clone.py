@@ -47,7 +47,8 @@ from prefect_tune.core.journal_events.experiment_events import (
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
 from prefect_tune.core.recovery import journal_of, read_manifest, ref_of, trial_in
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.generations import is_deleted
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 
@@ -100,7 +101,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
     origin = original.origin or source
     if not original.lies_at(origin):
         raise CheckpointCorrupt(f"{source.manifest_path}: refers to bytes of another trial")
-    key = CheckpointKey(trial=TrialKey(experiment=into.name, trial=trial), step=source.step, sequence=into.number)
+    key = CheckpointKey(trial=into.trial_key(trial), step=source.step, sequence=into.number)
     claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, term=into.term)
     journal = journal_of(store, origin.trial)
     events = partial(_claimed, origin=origin, claim=claim)
@@ -139,16 +140,19 @@ def _about(original: About, metadata: Mapping[str, object] | None, into: Experim
 
 
 def _manifest_of_clone(original: Manifest, origin: CheckpointKey, key: CheckpointKey, about: About) -> Manifest:
-    home = origin.trial.experiment if origin.trial.experiment != key.trial.experiment else None
+    home, own = origin.trial.of_experiment, key.trial.of_experiment
+    elsewhere = {} if home == own else {"experiment": home.experiment, "generation": home.generation}
     return original.model_copy(
         update={
             "experiment": key.trial.experiment,
+            "generation": key.trial.generation,
             "trial": key.trial.trial,
             "step": key.step,
             "sequence": key.sequence,
             "about": about,
             "blobs": tuple(
-                BlobRef(path=each.path, size_bytes=each.size_bytes, experiment=home) for each in original.blobs
+                BlobRef.model_validate({"path": each.path, "size_bytes": each.size_bytes, **elsewhere})
+                for each in original.blobs
             ),
             "origin": origin,
         }
@@ -220,7 +224,7 @@ def release(
 
 
 def release_all(
-    store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
+    store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: JournalKey, origins: Collection[CheckpointKey]
 ) -> int:
     """Release every clone of `trial`'s checkpoints in `experiment`, which is being deleted, and every claim for one.
 
@@ -231,7 +235,7 @@ def release_all(
 
     def events(state: Experiment) -> Sequence[GuestEvent]:
         found = trial_in(state, trial)
-        theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
+        theirs = [each for each in (found.claims if found else ()) if each.clone.trial.of_experiment == experiment]
         doomed.update(trial.checkpoint_key(each) for each in theirs)
         return [Claimed(trial=trial.trial, claim=each, released=True) for each in theirs]
 
@@ -263,8 +267,12 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
     """Return whether the clone is no checkpoint and can never become one; False where that is not known."""
     try:
         state = load(store, claim.journal, side_by_side=side_by_side)
+    except Superseded:
+        return True  # the clone's experiment is deleted
     except (JournalCorrupt, UnknownVersion):
         return False
+    if not state.number:
+        return is_deleted(store, claim.journal)
     trial = trial_in(state, claim.clone.trial)
     if trial is not None and is_live(trial, claim.clone):
         return False

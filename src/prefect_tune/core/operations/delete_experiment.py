@@ -1,15 +1,21 @@
 """Delete a whole experiment; refuse while other experiments need its checkpoints, and release what it needs of others.
 
+    every journal sealed ──► no claim left ──► own claims released ──► marker of the next generation ──► first entry
+        └──► a claim: cancelled, the experiment lives on                                                  └──► the rest
+
 First the deletion takes over every journal, the experiment's and then its trials' own, and writes a `Deletion` to
 each: the old owner's next write fails, the experiment cannot be opened, and its checkpoints cannot be cloned. In each
 journal a claim comes either before that entry, and is found, or after it, and is refused. If a claim is found, the
-deletion is cancelled. If none is, everything is deleted, the journals last, so that a repeated call finds and finishes
-an interrupted deletion.
+deletion is cancelled. If none is, it ends the generation (`generations`): from then on it cannot be cancelled, the name
+is free, and everything below that generation is garbage, which any deletion of the name, or maintenance, collects.
+
+A deletion is bound to the generation that it found. If it is paused, finished by another one, and continues after the
+name was used again, it meets the marker or the missing first entry of its generation, and deletes garbage only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +25,7 @@ from prefect_tune.core.errors import (
     InvalidInput,
     JournalCorrupt,
     StoreUnavailable,
+    Superseded,
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
@@ -27,12 +34,19 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, load, read,
 from prefect_tune.core.journal_events.experiment_events import Claim, Deletion, Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
-from prefect_tune.core.recovery import is_deletion, read_manifest
+from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage.generations import (
+    current_journal,
+    delete_objects_before,
+    end_generation,
+    is_deleted,
+    objects_before,
+)
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
 _ROUNDS = 16
-_PARTS_OF_A_TRIALS_ENTRY = 5
+_PARTS_OF_A_TRIALS_ENTRY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +54,17 @@ class _Removal:
     """The arguments of `remove`: the experiment to delete, its store, and the process that deletes it."""
 
     store: ObjectStore
-    experiment: str
+    key: JournalKey
     owner: Owner
     stamp: Stamp
     side_by_side: ParallelMap
 
-    @property
-    def key(self) -> JournalKey:
-        return JournalKey(experiment=self.experiment)
 
-    def of_trial(self, trial: str) -> JournalKey:
-        return JournalKey(experiment=self.experiment, trial=trial)
+def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap) -> int:
+    """Delete a generation of an experiment, and what is left of those before; a process that runs it is superseded.
 
-
-def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap) -> int:
-    """Delete `experiment`, and return the number of deleted objects; a process that runs it is superseded.
-
-    If it is killed at any time, a second call finishes the deletion.
+    Returns the number of deleted objects. If it is killed at any time, a second call finishes the deletion. What stays
+    is the marker of the next generation, an object of some 300 bytes.
 
     Raises:
         InvalidInput: other experiments refer to bytes of its checkpoints; nothing was deleted.
@@ -65,8 +73,33 @@ def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, s
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
     removal = _Removal(store, experiment, owner, stamp, side_by_side)
-    known = _read(removal, removal.key)
-    before = _with_trials(removal, known) if known and not known.experiment.is_removed else []
+    released = 0
+    if not is_deleted(store, experiment):
+        if (known := _read(removal, experiment)) is None:
+            return 0
+        released = _ended(removal, known)
+    return released + _collected(removal)
+
+
+def generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
+    """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
+
+    That is the current one, or, if that has no experiment, the one before it whose deletion has left objects.
+
+    Raises:
+        UnknownVersion: as `current_journal`.
+    """
+    current = current_journal(store, experiment)
+    if store.list(current.entries):
+        return current
+    if objects_before(store, experiment, current.generation):
+        return JournalKey(experiment=experiment, generation=current.generation - 1)
+    return None
+
+
+def _ended(removal: _Removal, known: LoadedJournal) -> int:
+    """End the generation, after which nothing cancels the deletion; return the number of objects deleted elsewhere."""
+    before = [] if known.experiment.is_removed else _with_trials(removal, known)
     _require_unneeded(removal, [each.experiment for each in before])  # before a running owner is superseded
     sealed = _sealed(removal, known, before)
     try:
@@ -75,51 +108,59 @@ def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, s
         _give_up(removal, sealed)
         raise
     _seal_what_has_not_begun(removal, sealed)
-    return _delete(removal, sealed)
+    listed = [each.path for each in removal.store.list(removal.key.folder)]
+    released = _release_claims(removal, sealed, listed)
+    end_generation(removal.store, removal.key, at=removal.stamp.at, by=str(removal.owner))
+    return released
+
+
+def _collected(removal: _Removal) -> int:
+    """Delete every object of dead generations, and those that superseded processes write meanwhile."""
+    key, deleted = removal.key, 0
+    for _ in range(_ROUNDS):
+        if not (found := delete_objects_before(removal.store, key.experiment, key.generation + 1)):
+            return deleted
+        deleted += len(found)
+    raise StoreUnavailable(f"{key}: new objects appeared after each of {_ROUNDS} deletions; try again")
 
 
 # ------------------------------------------------------------------------------------------------- journals
 
 
 def _read(removal: _Removal, key: JournalKey) -> LoadedJournal | None:
-    """Return the journal; None where there is none, or where an interrupted deletion has left only parts of it."""
+    """Return the journal; None where there is none."""
     mapper = removal.side_by_side if key == removal.key else map
-    try:
-        found = read(removal.store, key, side_by_side=mapper)
-    except JournalCorrupt:
-        if is_deletion(removal.store, key):
-            return None
-        raise
+    found = read(removal.store, key, side_by_side=mapper)
     return found if found.experiment.number else None
 
 
 def _with_trials(removal: _Removal, known: LoadedJournal) -> Sequence[LoadedJournal]:
     """Return the experiment's journal, and its trials' own journals."""
-    keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.own_journal]
+    keys = [removal.key.of_trial(each.trial) for each in known.experiment.trials.values() if each.own_journal]
     own = removal.side_by_side(lambda key: _read(removal, key), keys)
     return [known, *(each for each in own if each is not None)]
 
 
-def _sealed(removal: _Removal, known: LoadedJournal | None, before: Sequence[LoadedJournal]) -> Sequence[Experiment]:
+def _sealed(removal: _Removal, known: LoadedJournal, before: Sequence[LoadedJournal]) -> Sequence[Experiment]:
     """Take over every existing journal to delete it. The experiment's comes first: after that no trial is added."""
-    whole = [] if known is None else [_seal(removal, known)]
+    whole = _seal(removal, known)
     there = {each.experiment.key: each for each in before}
     keys = _trials_listed(removal)
     own = removal.side_by_side(lambda key: there.get(key) or _read(removal, key), keys)
     found = [each for each in own if each is not None]
-    return [*whole, *removal.side_by_side(lambda each: _seal(removal, each), found)]
+    return [whole, *removal.side_by_side(lambda each: _seal(removal, each), found)]
 
 
 def _trials_listed(removal: _Removal) -> Sequence[JournalKey]:
     """Return the trials' own journals by a listing: the journal of an incomplete fork does not name its trials."""
-    listed = (_journal_at(removal, each.path) for each in removal.store.list(f"{removal.experiment}/trials"))
+    listed = (_journal_at(removal, each.path) for each in removal.store.list(f"{removal.key.folder}/trials"))
     return list(dict.fromkeys(key for key in listed if key is not None))
 
 
 def _journal_at(removal: _Removal, path: str) -> JournalKey | None:
     """Return the journal that `path` is an entry of; None if it is no entry."""
     parts = path.split("/")
-    key = removal.of_trial(parts[2]) if len(parts) == _PARTS_OF_A_TRIALS_ENTRY else removal.key
+    key = removal.key.of_trial(parts[3]) if len(parts) == _PARTS_OF_A_TRIALS_ENTRY else removal.key
     return key if path.startswith(f"{key.entries}/") and number_in(key.entries, path) is not None else None
 
 
@@ -147,7 +188,7 @@ def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) ->
     trials = [
         trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.own_journal
     ]
-    keys = [key for trial in trials if (key := removal.of_trial(trial.trial)) not in there]
+    keys = [key for trial in trials if (key := removal.key.of_trial(trial.trial)) not in there]
     list(removal.side_by_side(partial(_seal_if_not_begun, removal), keys))
 
 
@@ -180,15 +221,14 @@ def _require_unneeded(removal: _Removal, states: Sequence[Experiment]) -> None:
     if needed:
         others = ", ".join(sorted({repr(claim.clone.trial.experiment) for claim in needed}))
         raise InvalidInput(
-            f"experiment {removal.experiment!r} holds the bytes of {len(needed)} checkpoints of {others}: delete these "
-            "first, or keep it"
+            f"{removal.key} holds the bytes of {len(needed)} checkpoints of {others}: delete these first, or keep it"
         )
 
 
 def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
     """Return the claims of other experiments that are not over."""
-    key = TrialKey(experiment=removal.experiment, trial=trial.trial)
-    theirs = [each for each in trial.claims if each.clone.trial.experiment != removal.experiment]
+    key = removal.key.trial_key(trial.trial)
+    theirs = [each for each in trial.claims if each.clone.trial.of_experiment != removal.key]
     if not theirs:
         return ()
     named = [key.checkpoint_key(each) for each in theirs]
@@ -198,7 +238,7 @@ def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
 
 def _is_gone(store: ObjectStore, claim: Claim) -> bool:
     """Return whether the clone's journals no longer exist: they existed before the claim, so they were deleted."""
-    journals = (JournalKey(experiment=claim.clone.trial.experiment), claim.journal)
+    journals = (claim.clone.trial.of_experiment, claim.journal)
     return not any(store.list(key.entries) for key in journals)
 
 
@@ -209,30 +249,30 @@ def _release_claims(removal: _Removal, sealed: Sequence[Experiment], listed: Seq
     """
     held = _held_elsewhere(removal, listed)
     trials = [state.key.trial for state in sealed if state.key.trial is not None]
-    for name in _origins(removal, sealed):
+    for origin in _origins(removal, sealed):
         for trial in trials:
-            held.setdefault(TrialKey(experiment=name, trial=trial), [])
+            held.setdefault(origin.trial_key(trial), [])
     release = partial(_release_in, removal)
     return sum(removal.side_by_side(release, held.items()))
 
 
 def _release_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]) -> int:
-    return release_all(removal.store, removal.stamp, held[0], removal.experiment, held[1])
+    return release_all(removal.store, removal.stamp, held[0], removal.key, held[1])
 
 
 def _held_elsewhere(removal: _Removal, listed: Sequence[str]) -> dict[TrialKey, list[CheckpointKey]]:
     """Return by trial the checkpoints of other experiments whose bytes this experiment's manifests refer to."""
     held: dict[TrialKey, list[CheckpointKey]] = {}
     for origin in removal.side_by_side(partial(_origin, removal.store), _manifests(removal, listed)):
-        if origin is not None and origin.trial.experiment != removal.experiment:
+        if origin is not None and origin.trial.of_experiment != removal.key:
             held.setdefault(origin.trial, []).append(origin)
     return held
 
 
 def _manifests(removal: _Removal, listed: Sequence[str]) -> Iterator[CheckpointKey]:
     for path in listed:
-        if path.startswith(f"{removal.experiment}/trials/"):
-            trial = TrialKey(experiment=removal.experiment, trial=path.split("/")[2])
+        if path.startswith(f"{removal.key.folder}/trials/"):
+            trial = removal.key.trial_key(path.split("/")[3])
             if (key := CheckpointKey.from_manifest_path(trial, path)) is not None:
                 yield key
 
@@ -244,52 +284,14 @@ def _origin(store: ObjectStore, key: CheckpointKey) -> CheckpointKey | None:
         return None
 
 
-def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
+def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[JournalKey]:
     """Return its origin, the origin's origin, and so on: the bytes may be stored in any of them."""
-    found: list[str] = []
+    found: list[JournalKey] = []
     origin = next((state.origin for state in sealed if state.key == removal.key), None)
-    while origin is not None and origin.experiment not in (removal.experiment, *found):
-        found.append(origin.experiment)
+    while origin is not None and origin.key not in (removal.key, *found):
+        found.append(origin.key)
         try:
-            origin = load(removal.store, origin.experiment, side_by_side=removal.side_by_side).origin
-        except (JournalCorrupt, UnknownVersion):
+            origin = load(removal.store, origin.key, side_by_side=removal.side_by_side).origin
+        except (JournalCorrupt, Superseded, UnknownVersion):
             break  # its own origin is unknown then
     return found
-
-
-# ------------------------------------------------------------------------------------------------- deletion
-
-
-def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
-    """Delete every object, and those that a process superseded during an upload writes meanwhile."""
-    listed = [each.path for each in removal.store.list(removal.experiment)]
-    deleted = _release_claims(removal, sealed, listed)
-    said_at = {state.key: state.opened_at for state in sealed}
-    for _ in range(_ROUNDS):
-        if not listed or _is_another_one(removal):
-            return deleted
-        for paths in _in_order(removal, listed, said_at):
-            removal.store.delete(paths)
-        deleted += len(listed)
-        listed = [each.path for each in removal.store.list(removal.experiment)]
-    raise StoreUnavailable(f"{removal.experiment!r}: new objects appeared after each of {_ROUNDS} deletions; try again")
-
-
-def _is_another_one(removal: _Removal) -> bool:
-    """Return whether a new experiment has this name now; called after the listing, which has none of its objects."""
-    now = _read(removal, removal.key)
-    return now is not None and not now.experiment.is_removed
-
-
-def _in_order(removal: _Removal, listed: Sequence[str], said_at: Mapping[JournalKey, int]) -> Iterator[Sequence[str]]:
-    """Yield the paths in the order of deletion: other objects, the trials' journals, the experiment's journal.
-
-    Of each journal, the entries since the deletion was recorded come last.
-    """
-    phases: list[list[str]] = [[], [], [], [], []]
-    for path in listed:
-        key = _journal_at(removal, path)
-        number = number_in(key.entries, path) if key else None
-        says = key is not None and number is not None and number >= said_at.get(key, 0)
-        phases[0 if key is None else 1 + says + 2 * (key == removal.key)].append(path)
-    return (paths for paths in phases if paths)

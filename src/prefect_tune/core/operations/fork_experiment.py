@@ -38,7 +38,7 @@ from prefect_tune.core.journal_events.experiment_events import (
 )
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, require_conditional_create
 
 # A stop request that was not carried out by then was meant for the origin.
@@ -60,7 +60,9 @@ class Past:
     def origin(self) -> ForkOrigin:
         """The entry that is forked."""
         found = self.experiment
-        return ForkOrigin(experiment=found.name, number=found.number, digest=found.digest)
+        return ForkOrigin(
+            experiment=found.name, generation=found.key.generation, number=found.number, digest=found.digest
+        )
 
     @property
     def configured(self) -> Configured:
@@ -78,7 +80,7 @@ class Fork:
     """By trial, oldest first."""
 
 
-def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_side: ParallelMap) -> Past:
+def past_of(store: ObjectStore, experiment: JournalKey, number: int | None, *, side_by_side: ParallelMap) -> Past:
     """Return the past of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
@@ -88,11 +90,11 @@ def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_
     """
     found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
     if found.is_removed:
-        raise InvalidInput(f"experiment {experiment!r} is being deleted: there is nothing to fork")
+        raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
     if not found.is_whole:
-        raise InvalidInput(f"experiment {experiment!r} is an incomplete fork: fork its origin, or complete it first")
+        raise InvalidInput(f"{experiment} is an incomplete fork: fork its origin, or complete it first")
     if not all(trial.own_journal for trial in found.trials.values()):
-        raise InvalidInput(f"experiment {experiment!r} is not a search: only searches can be forked")
+        raise InvalidInput(f"{experiment} is not a search: only searches can be forked")
     events = [event for entry in entries for event in entry.events]
     warm_starts = [each for event in events if isinstance(event, Configured) for each in event.warm_starts]
     return Past(found, list(filter(_is_of_the_past, events)), found.settings, warm_starts)
@@ -108,22 +110,21 @@ def deleted_since(
 ) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return by trial the checkpoints of the past that the origin has retired since."""
     saved = [trial for trial in past.experiment.trials.values() if trial.checkpoints]
-    gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.name, trial)), saved)
+    gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.key, trial)), saved)
     return {trial: refs for trial, refs in gone if refs}
 
 
-def _gone(store: ObjectStore, origin: str, then: Trial) -> Sequence[CheckpointRef]:
-    folder = TrialKey(experiment=origin, trial=then.trial)
-    own = JournalKey(experiment=origin, trial=then.trial)
-    now = load(store, own, side_by_side=map).trial(then.trial)
+def _gone(store: ObjectStore, origin: JournalKey, then: Trial) -> Sequence[CheckpointRef]:
+    folder = origin.trial_key(then.trial)
+    now = load(store, folder.journal, side_by_side=map).trial(then.trial)
     keys = [(ref, folder.checkpoint_key(ref)) for ref in then.checkpoints]
     return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
 
 
 def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
-    store: ObjectStore, name: str, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap
+    store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap
 ) -> Experiment:
-    """Open the experiment `name` to make it a fork of `origin`, or because it is one already.
+    """Open the experiment `into` to make it a fork of `origin`, or because it is one already.
 
     A second call for an incomplete fork opens the same fork.
 
@@ -132,19 +133,19 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
         StoreRefused: the target supports one writer only, but a fork has to write to the origin's journals.
         Superseded: another process makes the same fork.
     """
-    require_conditional_create(store, JournalKey(experiment=origin.experiment))
+    require_conditional_create(store, origin.key)
 
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:
             return [Forked(origin=origin)]
         if found.is_removed:
-            raise InvalidInput(f"experiment {name!r} is being deleted: use another name, or finish the deletion first")
+            raise InvalidInput(f"{into} is being deleted: use another name, or finish the deletion first")
         if found.origin != origin:
             what = f"a fork of {found.origin}" if found.origin else "no fork"
-            raise InvalidInput(f"experiment {name!r}: expected a fork of {origin}, found {what}: use another name")
+            raise InvalidInput(f"{into}: expected a fork of {origin}, found {what}: use another name")
         return []
 
-    return take_over(store, name, owner, stamp, side_by_side=side_by_side, also=also)
+    return take_over(store, into, owner, stamp, side_by_side=side_by_side, also=also)
 
 
 def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: ParallelMap) -> Fork:
@@ -175,12 +176,10 @@ def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_sid
 
     A deletion first journals itself, then looks for claims; a fork first claims, then calls this: one sees the other.
     """
-    name = past.experiment.name
-    now = load(store, name, side_by_side=side_by_side)
+    origin = past.experiment.key
+    now = load(store, origin, side_by_side=side_by_side)
     if now.is_removed or now.number < past.experiment.number:
-        raise InvalidInput(
-            f"experiment {name!r} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too"
-        )
+        raise InvalidInput(f"{origin} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too")
 
 
 def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
@@ -210,7 +209,7 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
     begins = Forked(origin=past.origin, trials={trial.trial: ForkedTrial()})
     state = _opened(store, into, trial.trial, (*histories[trial.trial], begins), stamp)
     lost: list[CheckpointRef] = []
-    for ref, source in _missing(store, past.experiment.name, trial, state):
+    for ref, source in _missing(store, past.experiment.key, trial, state):
         inherited = _inherited(store, ref, source, state, _numbered(stamp, state))
         if inherited is None:
             lost.append(ref)
@@ -224,7 +223,7 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
 def _opened(store: ObjectStore, into: Experiment, trial: str, first: Sequence[Event], stamp: Stamp) -> Experiment:
     if into.owner is None:
         raise InvalidInput(f"{into.key}: no owner has opened it")
-    key = JournalKey(experiment=into.name, trial=trial)
+    key = into.key.of_trial(trial)
     also = partial(_unless_there, first=first)
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
     entry = history(store, key, side_by_side=map)[0] if opened.term > 1 else None
@@ -238,13 +237,13 @@ def _unless_there(found: Experiment, *, first: Sequence[Event]) -> Sequence[Even
 
 
 def _missing(
-    store: ObjectStore, origin: str, trial: Trial, state: Experiment
+    store: ObjectStore, origin: JournalKey, trial: Trial, state: Experiment
 ) -> Iterator[tuple[CheckpointRef, CheckpointKey]]:
     """Yield the checkpoints of the origin's trial that the fork's trial has not inherited yet, oldest first."""
     entries = history(store, state.key, side_by_side=map) if state.number > 1 else ()
     events = (event for entry in entries for event in entry.events)
     there = {event.source for event in events if isinstance(event, Cloned) and event.inherited}
-    folder = TrialKey(experiment=origin, trial=trial.trial)
+    folder = origin.trial_key(trial.trial)
     for ref in trial.checkpoints:
         source = folder.checkpoint_key(ref)
         if source not in there:

@@ -171,11 +171,11 @@ class _Journals:
 
     def _today(self, trial: Trial) -> Trial | Unreadable:
         place = self._place(trial)
-        look = partial(trial_today, self.store, self.state.name, trial, side_by_side=map)
+        look = partial(trial_today, self.store, self.state.key, trial, side_by_side=map)
         return unless_unreadable(self.store, place, place.entries, look)
 
     def _place(self, trial: Trial) -> JournalKey:
-        return JournalKey(experiment=self.state.name, trial=trial.trial)
+        return self.state.key.of_trial(trial.trial)
 
 
 def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
@@ -186,7 +186,7 @@ def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
 
 
 def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:
-    return live_keys(TrialKey(experiment=state.name, trial=trial.trial), trial)
+    return live_keys(state.trial_key(trial.trial), trial)
 
 
 def inspect(
@@ -248,7 +248,7 @@ def _read(store: ObjectStore, chosen: Sequence[CheckpointKey], limits: ScrubLimi
 
 
 def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: ParallelMap) -> Sequence[Inspected] | Unreadable:
-    place = JournalKey(experiment=key.trial.experiment, trial=key.trial.trial)
+    place = key.trial.journal
     return unless_unreadable(store, place, key.folder, partial(inspect_one, store, key, side_by_side=side_by_side))
 
 

@@ -1,38 +1,35 @@
 """The paths of all objects below a target's root. `docs/storage-layout.md` is the page for users.
 
-<experiment>/journal/0000000001.json
-<experiment>/segments/0000000010.jsonl
-<experiment>/live/0000000001-0000000001.json
-<experiment>/requests/0000000001.json
-<experiment>/results/trials/0000000010.parquet
-<experiment>/results/reports/0000000010.parquet
-<experiment>/callbacks/<name>/0000000001.json
-<experiment>/trials/<trial>/journal/0000000001.json
-<experiment>/trials/<trial>/segments/0000000010.jsonl
-<experiment>/trials/<trial>/live/0000000001-0000000001.json
-<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
-<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
-<experiment>/trials/<trial>/blobs/<digest>-<sequence>
-<experiment>/trials/<trial>/answers/<attempt>-<step>.json
-<experiment>/trials/<trial>/artifacts/index/0000000001.json
-<experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
+<experiment>/generations/0000000002.json
+<experiment>/<generation>/journal/0000000001.json
+<experiment>/<generation>/segments/0000000010.jsonl
+<experiment>/<generation>/live/0000000001-0000000001.json
+<experiment>/<generation>/requests/0000000001.json
+<experiment>/<generation>/results/trials/0000000010.parquet
+<experiment>/<generation>/results/reports/0000000010.parquet
+<experiment>/<generation>/callbacks/<name>/0000000001.json
+<experiment>/<generation>/trials/<trial>/journal/0000000001.json
+<experiment>/<generation>/trials/<trial>/segments/0000000010.jsonl
+<experiment>/<generation>/trials/<trial>/live/0000000001-0000000001.json
+<experiment>/<generation>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
+<experiment>/<generation>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
+<experiment>/<generation>/trials/<trial>/blobs/<digest>-<sequence>
+<experiment>/<generation>/trials/<trial>/answers/<attempt>-<step>.json
+<experiment>/<generation>/trials/<trial>/artifacts/index/0000000001.json
+<experiment>/<generation>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 
-The page says what each object is. The paths of results are built in `result_files`, those of callback states in
-`callback_delivery`.
+The page says what each object is. `generations` finds the generation of a name; a key has it, and all further keys
+and paths come from keys. The paths of callback states are built in `callback_delivery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Annotated, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.models import Digest, Value, valid_name
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
-from prefect_tune.core.texts import did_you_mean
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -50,10 +47,20 @@ PortablePath: TypeAlias = Annotated[str, AfterValidator(_portable)]
 """A relative path that means the same file inside its folder on every system."""
 
 
+Generation: TypeAlias = Annotated[int, Field(ge=1)]
+"""Counts the experiments that had one name, from 1: each deletion ends a generation (see `generations`)."""
+
+
+def generation_folder(experiment: str, generation: Generation) -> str:
+    """Return the folder of all objects of one generation of an experiment."""
+    return f"{valid_name(experiment)}/{generation}"
+
+
 class JournalKey(Value):
     """Names a journal on a target: an experiment's, or a trial's own."""
 
     experiment: str
+    generation: Generation
     trial: str | None = None
 
     def __str__(self) -> str:
@@ -61,10 +68,23 @@ class JournalKey(Value):
         return experiment if self.trial is None else f"trial {self.trial!r} of {experiment}"
 
     @property
+    def of_experiment(self) -> JournalKey:
+        """The key of the experiment's journal."""
+        return JournalKey(experiment=self.experiment, generation=self.generation)
+
+    def of_trial(self, trial: str) -> JournalKey:
+        """Return the key of the own journal of a trial of the same experiment."""
+        return JournalKey(experiment=self.experiment, generation=self.generation, trial=trial)
+
+    def trial_key(self, trial: str) -> TrialKey:
+        """Return the key of a trial of the same experiment."""
+        return TrialKey(experiment=self.experiment, generation=self.generation, trial=trial)
+
+    @property
     def folder(self) -> str:
         if self.trial is None:
-            return valid_name(self.experiment)
-        return TrialKey(experiment=self.experiment, trial=self.trial).folder
+            return generation_folder(self.experiment, self.generation)
+        return self.trial_key(self.trial).folder
 
     @property
     def entries(self) -> str:
@@ -80,6 +100,15 @@ class JournalKey(Value):
         """The folder of the live status, of which only the newest object is kept."""
         return f"{self.folder}/live"
 
+    @property
+    def requests(self) -> str:
+        """The folder of the requests (to stop) that others send to an experiment."""
+        return f"{self.folder}/requests"
+
+    def request_path(self, number: int) -> str:
+        """Return the path of request `number` (from 1)."""
+        return numbered(self.requests, number)
+
     def live_status_path(self, epoch: int, number: int) -> str:
         """Return the path of the live status `number` (from 1) that the owner of the term `epoch` writes."""
         return f"{self.live}/{in_digits(epoch)}-{in_digits(number)}.json"
@@ -91,11 +120,6 @@ class JournalKey(Value):
     def segment_path(self, number: int) -> str:
         """Return the path of the segment that ends with entry `number`."""
         return numbered(self.segments, number, "jsonl")
-
-
-def journal_key(journal: JournalKey | str) -> JournalKey:
-    """Return the key of a journal; a plain name means an experiment's."""
-    return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
 
 
 def in_digits(number: int) -> str:
@@ -121,16 +145,6 @@ def below(root_uri: str, folder: str) -> str:
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
-def requests_folder(experiment: str) -> str:
-    """Return the folder of the requests (to stop) that others send to an experiment."""
-    return f"{valid_name(experiment)}/requests"
-
-
-def request_path(experiment: str, number: int) -> str:
-    """Return the path of request `number` (from 1)."""
-    return numbered(requests_folder(experiment), number)
-
-
 class CheckpointName(Protocol):
     """The step and the sequence that name a checkpoint within its trial."""
 
@@ -145,11 +159,22 @@ class TrialKey(Value):
     """Names a trial on a target."""
 
     experiment: str
+    generation: Generation
     trial: str
 
     @property
     def folder(self) -> str:
-        return f"{valid_name(self.experiment)}/trials/{valid_name(self.trial)}"
+        return f"{generation_folder(self.experiment, self.generation)}/trials/{valid_name(self.trial)}"
+
+    @property
+    def journal(self) -> JournalKey:
+        """The key of the trial's own journal."""
+        return self.of_experiment.of_trial(self.trial)
+
+    @property
+    def of_experiment(self) -> JournalKey:
+        """The key of the experiment's journal."""
+        return JournalKey(experiment=self.experiment, generation=self.generation)
 
     @property
     def blobs(self) -> str:
@@ -231,12 +256,12 @@ def blob_sequence(path: str) -> int:
 Rows: TypeAlias = Literal["trials", "reports"]
 
 
-def results_path(experiment: str, rows: Rows, number: int) -> str:
+def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
     """Return the path of the results after entry `number` of the journal."""
     return numbered(_folder(experiment, rows), number, "parquet")
 
 
-def delete_older_results(store: ObjectStore, experiment: str, rows: Rows, number: int) -> None:
+def delete_older_results(store: ObjectStore, experiment: JournalKey, rows: Rows, number: int) -> None:
     """Delete result files with a number below `number`; other files in the folder stay."""
     folder = _folder(experiment, rows)
     listed = [each.path for each in store.list(folder)]
@@ -245,32 +270,5 @@ def delete_older_results(store: ObjectStore, experiment: str, rows: Rows, number
         store.delete(older)
 
 
-def _folder(experiment: str, rows: Rows) -> str:
-    return f"{valid_name(experiment)}/results/{rows}"
-
-
-# List the experiments on a target.
-
-
-def experiment_names(store: ObjectStore) -> Sequence[str]:
-    """Return the names of the experiments on `store`, sorted."""
-    return names_among(each.path for each in store.list(""))
-
-
-def names_among(paths: Iterable[str]) -> Sequence[str]:
-    """Return the names of the experiments of a target with these objects: the folders with a journal's first entry."""
-    listed = set(paths)
-    names = []
-    for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
-        with suppress(InvalidInput):  # a foreign folder: its name is no valid experiment name
-            if JournalKey(experiment=name).entry_path(1) in listed:
-                names.append(name)
-    return names
-
-
-def no_experiment(store: ObjectStore, name: str, uri: str) -> str:
-    """Return the message that `store`, at `uri`, has no experiment `name`, with a similar name if there is one."""
-    hint = ""
-    with suppress(TuneError):  # the listing only helps
-        hint = did_you_mean(name, experiment_names(store))
-    return f"there is no experiment {name!r} at {uri}{hint}"
+def _folder(experiment: JournalKey, rows: Rows) -> str:
+    return f"{experiment.folder}/results/{rows}"

@@ -1,0 +1,369 @@
+"""A deletion, or a late writer, that continues after the name of the experiment was used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError, UnknownVersion
+from prefect_tune.core.journal import journal as journals
+from prefect_tune.core.journal.journal import append_as_guest, load, take_over
+from prefect_tune.core.journal_events.experiment_events import Claim, Claimed, Event, Owner, TrialAdded
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations import clone, delete_experiment
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.operations.scrub import EVERYTHING, ScrubLimits
+from prefect_tune.core.operations.scrub import inspect as inspected
+from prefect_tune.core.storage.documents import read_sealed
+from prefect_tune.core.storage.generations import (
+    GenerationMarker,
+    current_generation,
+    current_journal,
+    delete_objects_before,
+    experiment_names,
+    names_with_dead_objects,
+)
+from prefect_tune.core.storage.object_store import ObjectStore
+from tests.core.operations.test_delete_experiment import Meanwhile, below, left, removed
+from tests.core.operations.test_fork_experiment import forked
+from tests.core.protocol.mutate import Mutant
+from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.fakes.checkpoints import first_generation
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+OWNER = Owner(name="late", host="there", pid=4)
+
+
+def world() -> MemoryStore:
+    """An origin, and `old`, a fork of it: its deletion releases claims."""
+    store = MemoryStore()
+    search_of_three(store)
+    forked(store)
+    return store
+
+
+def used_again(store: MemoryStore) -> SmallSearch:
+    """Use the name `new` again, for a fork of the same origin that trains on."""
+    forked(store, write_id="again")
+    search = SmallSearch(store, "new")
+    search.begin("b")
+    search.step("b")
+    search.absorb("b")
+    return search
+
+
+def claims(store: MemoryStore) -> list[Claim]:
+    """Return the claims in the origin of the second experiment that is named `new`."""
+    found = [claim for trial in ("a", "b") for claim in own_state(store, "old", trial).claims]
+    return [each for each in found if each.clone.trial.generation == 2]
+
+
+def broken(store: MemoryStore, search: SmallSearch, before: Mapping[str, bytes]) -> list[str]:
+    """Check that the experiment that has the name now is untouched, can be read and continues."""
+    name, found = search.name, []
+    found += [f"{path} is gone or changed" for path, data in before.items() if store.objects.get(path) != data]
+    try:
+        found += unreadable(store, name, {"b": own_state(store, name, "b")})
+    except (KeyError, TuneError) as error:
+        return [*found, f"it has lost a trial: {error!r}"]
+    state = load(store, current_journal(store, name), side_by_side=map)
+    if damaged := inspected(store, state, EVERYTHING, ScrubLimits(), side_by_side=map).damaged:
+        found.append(f"verify finds damage: {damaged}")
+    resumed = SmallSearch(store, name)
+    resumed.begin("b")
+    resumed.step("b")
+    return found + unreadable(store, name, {"b": own_state(store, name, "b")})
+
+
+class _Paused(MemoryStore):
+    """Calls `meanwhile` before operation number `nth`."""
+
+    def __init__(self, inner: MemoryStore, nth: int, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self.inner, self.nth, self.meanwhile, self.count = inner, nth, meanwhile, 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name not in {"create", "put", "read", "size", "list", "delete"}:
+            return super().__getattribute__(name)
+        do = getattr(self.inner, name)
+
+        def call(*args: object, **options: object) -> object:
+            self.count += 1
+            if self.count == self.nth:
+                self.meanwhile()
+            return do(*args, **options)
+
+        return call
+
+
+def paused_before_each_request(enough: int | None = None) -> list[str]:
+    """Pause a deletion before each of its requests; another one finishes, and the name is used again."""
+    begun, found = world(), list[str]()
+    for nth in range(1, 10_000):
+        store, again, claimed = (
+            MemoryStore(begun.objects),
+            list[tuple[SmallSearch, Mapping[str, bytes]]](),
+            list[Claim](),
+        )
+
+        def meanwhile(
+            store: MemoryStore = store,
+            again: list[tuple[SmallSearch, Mapping[str, bytes]]] = again,
+            claimed: list[Claim] = claimed,
+        ) -> None:
+            removed(store, "new", "the other")
+            search = used_again(store)
+            again.append((search, {path: data for path, data in store.objects.items() if path.startswith("new/2/")}))
+            claimed.extend(claims(store))
+
+        stamp = Stamp(write_id="first", at="2026-11-21T07:00:00Z")
+        paused = _Paused(store, nth, meanwhile)
+        with suppress(TuneError):
+            remove(paused, first_generation("new"), OWNER, stamp, side_by_side=map)
+        if not again:
+            assert nth > 20
+            return found
+        found += [f"request {nth}: {each} was released" for each in claimed if each not in claims(store)]
+        found += [f"request {nth}: {each}" for each in broken(store, *again[0])]
+        if enough is not None and len(found) >= enough:
+            return found
+        if nth % 5 == 0:
+            removed(store, "new", "the last")
+            found += [f"request {nth}: left: {path}" for path in below(store, "new")]
+    raise AssertionError("it never ends")
+
+
+def test_a_deletion_paused_before_any_request_leaves_the_next_experiment_alone() -> None:
+    assert paused_before_each_request() == []
+
+
+def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used() -> None:
+    begun = world().objects
+    for nth in range(1, 1000):
+        store = MemoryStore(begun)
+        dying = DyingStore(store, nth, Way.CRASH_BEFORE, only=WRITES)
+        with suppress(Crash):
+            removed(dying, "new")
+        if current_generation(store, "new") == 2:  # what is left is garbage: the name is free before it is collected
+            search = used_again(store)
+            before = {path: data for path, data in store.objects.items() if path.startswith("new/2/")}
+            delete_objects_before(store, "new", 2)
+            assert broken(store, search, before) == []
+            assert {path.split("/")[1] for path in below(store, "new")} == {"2"}
+        removed(store, "new", "again")
+        assert below(store, "new") == set()
+        if dying.failed_at is None:
+            assert nth > 5
+            return
+
+
+# ------------------------------------------------------------------------------------------------- late writers
+
+
+def _guest_claims(search: SmallSearch, store: ObjectStore) -> None:
+    key = search.key("b")
+    ref = search.trials["b"].trial("b").checkpoints[-1]
+    copy = key.checkpoint_key(ref)
+    claim = Claim(step=ref.step, sequence=ref.sequence, clone=copy, journal=key.journal, epoch=1)
+    stamp = Stamp(write_id="claim", at="")
+    append_as_guest(store, key.journal, lambda _: [Claimed(trial="b", claim=claim)], stamp, side_by_side=map)
+
+
+def _opens(search: SmallSearch, store: ObjectStore) -> None:
+    take_over(store, search.state.key, OWNER, Stamp(write_id="late", at=""), side_by_side=map)
+
+
+def _opens_a_trial(search: SmallSearch, store: ObjectStore) -> None:
+    def first(found: object) -> list[Event]:
+        del found
+        return [TrialAdded(trial="c", config={})]
+
+    key = search.state.key.of_trial("c")
+    take_over(store, key, OWNER, Stamp(write_id="late", at=""), side_by_side=map, also=first)
+
+
+def _on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
+    search.store = store
+    return search
+
+
+LATE: Mapping[str, Callable[[SmallSearch, ObjectStore], None]] = {
+    "adds a trial": lambda search, store: _on(search, store).add("d"),
+    "saves": lambda search, store: _on(search, store).step("b"),
+    "reports": lambda search, store: _on(search, store).step("b", saves=False),
+    "claims": _guest_claims,
+    "opens": _opens,
+    "opens a trial": _opens_a_trial,
+}
+"""What a process writes that was paused between its last check and this."""
+
+
+def _died_of(act: Callable[[], object]) -> TuneError | None:
+    try:
+        act()
+    except TuneError as error:
+        return error
+    return None
+
+
+def paused_before_each_write(name: str, deletions: int, enough: int | None = None) -> list[str]:
+    """Pause a writer before each creation while the experiment is deleted, and its name used and deleted again."""
+    found: list[str] = []
+    for nth in range(1, 100):
+        store = MemoryStore()
+        search = search_of_three(store)
+        reached: list[SmallSearch] = []
+        seen, is_entry = 0, False
+
+        def is_it(method: str, path: str, nth: int = nth, reached: list[SmallSearch] = reached) -> bool:
+            nonlocal seen, is_entry
+            seen += method in {"create", "put"}
+            if seen == nth and not reached:
+                is_entry = method == "create" and "/journal/" in path
+            return seen == nth
+
+        def meanwhile(store: MemoryStore = store, reached: list[SmallSearch] = reached) -> None:
+            for each in range(deletions):
+                removed(store, "old", f"deletion {each}")
+                reached[:] = [search_of_three(store)]
+
+        died = _died_of(partial(LATE[name], search, Meanwhile(store, is_it, meanwhile)))
+        if not isinstance(died, Superseded) and (died or (reached and is_entry)):
+            found.append(f"write {nth}: it believes that it has written, or: {died!r}")
+        if not reached:
+            return found
+        again = reached[0]
+        dead = [path for path in store.objects if path.startswith("old/") and f"old/{deletions + 1}/" not in path]
+        found += [f"write {nth}: an entry is left: {path}" for path in dead if "/journal/" in path]
+        assert ("old" in names_with_dead_objects(store.objects)) is (len(dead) > 1)
+        before = {path: data for path, data in store.objects.items() if f"old/{deletions + 1}/" in path}
+        delete_objects_before(store, "old", current_generation(store, "old"))
+        assert names_with_dead_objects(store.objects) == []
+        found += [f"write {nth}: {each}" for each in broken(store, again, before)]
+        if enough is not None and len(found) >= enough:
+            return found
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("deletions", [1, 2])
+@pytest.mark.parametrize("name", LATE)
+def test_a_late_writer_learns_of_the_deletion_and_leaves_the_next_experiment_alone(name: str, deletions: int) -> None:
+    assert paused_before_each_write(name, deletions) == []
+
+
+def test_a_fresh_start_that_was_overtaken_by_an_experiment_and_its_deletion_leaves_nothing() -> None:
+    store = MemoryStore()
+    key = current_journal(store, "old")
+
+    def is_first_entry(method: str, path: str) -> bool:
+        return (method, path) == ("create", key.entry_path(1))
+
+    def meanwhile() -> None:
+        search_of_three(store)
+        removed(store, "old")
+
+    paused: ObjectStore = Meanwhile(store, is_first_entry, meanwhile)  # type: ignore[assignment]  # it has all methods
+    with pytest.raises(Superseded, match="'old': the experiment was deleted at 2026-11-21T09:00:00Z by deleter"):
+        take_over(paused, key, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+    assert left(store) == set()
+
+
+def test_an_entry_on_a_disk_without_the_experiment_is_taken_back() -> None:
+    store = MemoryStore()
+    search = search_of_three(store)
+    store.objects.clear()
+    with pytest.raises(StoreUnavailable, match="the experiment's first entry is gone"):
+        journals.append(store, search.state, [TrialAdded(trial="d", config={})], Stamp(write_id="d", at=""))
+    assert store.objects == {}
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def test_a_deletion_leaves_one_small_marker_of_the_next_generation() -> None:
+    store = MemoryStore()
+    for generation in (2, 3):
+        search_of_three(store)
+        removed(store, "old", str(generation))
+        (path,) = store.objects
+        assert path == f"old/generations/000000000{generation}.json"
+        assert len(store.objects[path]) < 300
+        marker = read_sealed(store, GenerationMarker, path, TuneError)
+        assert (marker.generation, marker.deleted_by) == (generation, "deleter (pid 3 on here)")
+    assert experiment_names(store) == []
+    assert current_generation(store, "old") == 3
+
+
+def test_foreign_files_are_no_generations() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    names = ["old/generations/notes.txt", "old/generations/12.json", "old/02/a", "old/x/a", "old/a", "b c/1/a", "top"]
+    store.objects.update(dict.fromkeys(names, b""))
+    assert (current_generation(store, "old"), experiment_names(store)) == (1, ["old"])
+    removed(store, "old")
+    assert store.objects.keys() == {*names, "old/generations/0000000002.json"}
+
+
+def test_an_experiment_of_a_development_version_is_refused_in_one_sentence() -> None:
+    store = MemoryStore()
+    store.objects["old/journal/0000000001.json"] = b"whatever"
+    with pytest.raises(UnknownVersion) as refused:
+        current_journal(store, "old")
+    assert str(refused.value) == (
+        "experiment 'old' was written by a development version of prefect-tune, before its first release, and is not "
+        "read: finish it with that version, or delete its folder old/, or choose another name"
+    )
+    assert experiment_names(store) == ["old"]
+
+
+def test_only_a_placeholder_and_the_demo_name_a_generation_themselves() -> None:
+    root = Path(__file__).parents[3]
+    rooms = ("src", "flows", "tasks", "blocks")
+    sources = [path for room in rooms for path in (root / room).rglob("*.py") if "generation=1" in path.read_text()]
+    assert sorted(path.name for path in sources) == ["run_demo.py", "search_plan.py"]
+
+
+# ------------------------------------------------------------------------------------------------- mutants
+
+_LOOK = "    _require_first_entry(store, experiment.key, path)\n"
+MUTANTS: Mapping[str, Mutant] = {
+    "a deletion removes what comes after it, too": Mutant(
+        lambda: paused_before_each_request(enough=1),
+        {delete_experiment._collected: {"key.generation + 1": "key.generation + 2"}},
+    ),
+    "the claims of the next experiment are released": Mutant(
+        lambda: paused_before_each_request(enough=1),
+        {
+            clone.release_all: {
+                "each.clone.trial.of_experiment == experiment": "each.clone.trial.experiment == experiment.experiment"
+            }
+        },
+    ),
+    "an entry does not look for a deletion": Mutant(
+        lambda: paused_before_each_write("saves", 2, enough=1), {journals._append_next: {_LOOK: ""}}
+    ),
+    "it looks before it writes": Mutant(
+        lambda: paused_before_each_write("opens a trial", 1, enough=1),
+        {
+            journals._append_next: {
+                _LOOK: "",
+                "    create_or_recognize(": f"{_LOOK}    create_or_recognize(",
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_notices(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    MUTANTS[name].require_noticed(monkeypatch, record_property)
