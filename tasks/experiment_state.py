@@ -15,7 +15,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Event, Owner
+from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import Opening, append_entry, new_write_id, opened_journal

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Owner
+from prefect_tune.core.journal_events import CheckpointRef, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.seeded_random import seed_named

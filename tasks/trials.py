@@ -24,7 +24,7 @@ from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.journal_events import Event
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id

@@ -18,7 +18,7 @@ import prefect_tune as pt
 from prefect_tune import loggers
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.experiment.stoppers import ExperimentStopper, of_experiment
-from prefect_tune.core.journal_events.experiment_events import Entry
+from prefect_tune.core.journal_events import Entry
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
 from prefect_tune.deploy.automations import shipped, uninstall_automations

@@ -17,7 +17,7 @@ from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
 from benchmarks.measuring.cpu_group import CpuGroup, sampling
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events.experiment_events import Decided
+from prefect_tune.core.journal_events import Decided
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.local.staging import transfer_pool
 

@@ -11,7 +11,7 @@ from functools import partial
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
     Committed,

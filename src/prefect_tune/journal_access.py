@@ -29,7 +29,7 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, load, read, take_over
 from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events.experiment_events import Event, Owner
+from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_steps
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import adopt

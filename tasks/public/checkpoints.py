@@ -37,7 +37,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     reused_from,
 )
 from prefect_tune.core.journal.journal import load, trial_today
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Event, Reported, Retired
+from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.recovery import read_manifest

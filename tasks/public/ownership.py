@@ -16,7 +16,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, entries_beyond, load
-from prefect_tune.core.journal_events.experiment_events import Event, Owner
+from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import (

@@ -11,7 +11,7 @@ from pydantic import Field
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef
+from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.models import Value
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
 

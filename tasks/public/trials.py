@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Requeued, Started, TrialAdded
 from prefect_tune.core.models import Stamp, first_line
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import JournalWriter, new_write_id

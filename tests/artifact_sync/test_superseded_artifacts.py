@@ -14,7 +14,7 @@ from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, ArtifactIndex, newest_index
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Started, TrialAdded
+from prefect_tune.core.journal_events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import Opening, current_owner, new_write_id, open_journal

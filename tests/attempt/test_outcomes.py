@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import StateType
 
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, state_of
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events.experiment_events import Cause, Question
+from prefect_tune.core.journal_events import Cause, Question
 
 _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ..."
 

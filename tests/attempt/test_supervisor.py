@@ -19,7 +19,7 @@ from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,

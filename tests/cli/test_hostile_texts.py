@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,

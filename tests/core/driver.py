@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_q
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
     Event,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Finished,

@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.experiment import segment_levels
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
     Committed,

@@ -9,7 +9,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.failure_policy import FailurePolicy, GiveUp, Quarantine, TryAgain, Verdict, verdict
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,

@@ -10,7 +10,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, SaveOvertaken
 from prefect_tune.core.experiment import experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Committed, Quarantined, Reported
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Quarantined, Reported
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
 from prefect_tune.core.recovery import read_manifest

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp, canonical_json, digest_of, metric_in, parse, shown_size, valid_name
 from prefect_tune.core.storage.documents import Document, as_read_back, seal, unseal
 from prefect_tune.core.storage.layout import (

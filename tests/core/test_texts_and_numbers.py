@@ -13,8 +13,7 @@ import pytest
 from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
-from prefect_tune.core.journal_events.experiment_events import Cause
-from prefect_tune.core.journal_events.trial_events import AttemptEnded, answer_to, valid_fields
+from prefect_tune.core.journal_events import AttemptEnded, Cause, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
 from prefect_tune.core.metrics import is_finite, is_number, shown
 from prefect_tune.core.models import StepReport, canonical_json

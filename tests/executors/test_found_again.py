@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events.experiment_events import Finished
+from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Scheduler, TrialReport

@@ -15,7 +15,7 @@ from prefect_tune.attempt.search_link import Answer
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Event, Finished, Opened, Owner, Started, TrialAdded
+from prefect_tune.core.journal_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer

@@ -6,7 +6,7 @@ import re
 from inspect import getdoc
 from typing import Any, get_args
 
-from prefect_tune.core.journal_events.experiment_events import Event, TrialEvent
+from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.core.notifications.prefect_events import NOT_EMITTED, ExperimentEvent
 from prefect_tune.monitoring.event_emitter import URGENT
 

@@ -14,7 +14,7 @@ from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.stoppers import MaxSteps, TimeBudget, TrialBudget
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,

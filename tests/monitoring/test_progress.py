@@ -17,7 +17,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Cause, GaveUp, Started, TrialAdded
+from prefect_tune.core.journal_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.terminal.progress_state import ProgressTracker

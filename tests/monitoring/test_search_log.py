@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -257,15 +257,6 @@ def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFi
     assert last.startswith(f"trial 00003 errored {AT}: failure 1: ValueError: too large; {SAVED_AT}")
     assert "\n" not in last
     assert caplog.records[-1].levelname == "ERROR"
-
-
-def test_an_end_that_two_journals_hold_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    end = Finished(trial=T, reason="stopped by me", ended_early=True)
-    search = LoggedSearch(metric=None)
-    search.goes(TrialAdded(trial=T, config={}), *TRAINED, end)
-    search.log.applied(Absorbed(trial=T, number=9, events=(end,)), search.state)
-    assert [each for each in caplog.messages if "stopped" in each] == caplog.messages[1:]
-    assert len(caplog.messages) == 2
 
 
 def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from prefect_tune.core.experiment.trial import Status
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,

@@ -11,7 +11,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from prefect_tune.core.experiment.trial_transitions import newest_key
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Cause,
     CheckpointRef,
     Committed,

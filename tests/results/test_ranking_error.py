@@ -10,7 +10,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
+from prefect_tune.core.journal_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.results import why_none

@@ -21,7 +21,7 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

@@ -15,8 +15,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import DamageFound, InvalidInput, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Question
-from prefect_tune.core.journal_events.trial_events import QuarantinedCheckpoint
+from prefect_tune.core.journal_events import Cause, CheckpointRef, QuarantinedCheckpoint, Question
 from prefect_tune.core.notifications.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance.runner import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown

@@ -25,7 +25,7 @@ from prefect.types import DateTime
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.core.journal_events import Owner, Started, TrialAdded
 from prefect_tune.journal_access import attempts_of, settle_dead_attempts
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_trial

@@ -15,7 +15,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
+from prefect_tune.core.journal_events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer

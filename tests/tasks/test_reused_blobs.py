@@ -15,7 +15,7 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal_events.experiment_events import Cause, Committed, Quarantined
+from prefect_tune.core.journal_events import Cause, Committed, Quarantined
 from tests.attempt.test_commit_worker import (
     TRIAL,
     CommitHarness,

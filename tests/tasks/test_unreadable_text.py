@@ -12,7 +12,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
 from prefect_tune.core.models import StepReport
 from tests.flows.training import experiment_at

@@ -8,8 +8,7 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import (
-    Absorbed,
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Decided,
@@ -123,16 +122,6 @@ def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(searc
         search.happens(Decided(trial=trial, report=report(step, 0.5), decision=Continue()))
     assert search.tracker.state(1.0).rungs == {1: 2, 3: 1}
     assert Search(SearchEstimate("e"), search.experiment).tracker.state(0.0).rungs == {1: 2, 3: 1}
-
-
-def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search) -> None:
-    search.begins("0")
-    ended = Finished(trial="0", reason="enough")
-    search.happens(ended)
-    search.tracker.applied(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON, 0.0)
-    assert [(each.trial, each.text, each.is_bad) for each in search.tracker.state(1.0).notes] == [
-        ("0", "completed: enough", False)
-    ]
 
 
 def test_each_of_several_equal_failures_is_noted(search: Search) -> None:

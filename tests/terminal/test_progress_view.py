@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef
+from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import cells_of, frame, line

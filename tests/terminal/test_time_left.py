@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Cause, Event, GaveUp, Started, TrialAdded
+from prefect_tune.core.journal_events import Cause, Event, GaveUp, Started, TrialAdded
 from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.tuner.run_search import failure_of

@@ -11,7 +11,7 @@ from prefect_tune.attempt.attempt import next_start
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,

@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events.experiment_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
+from prefect_tune.core.journal_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.run_search import log_finished, warn_of_takeover
 from tests.core.histories import opened, stamp

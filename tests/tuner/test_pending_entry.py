@@ -7,17 +7,25 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal_events import (
     Absorbed,
+    Cause,
+    Event,
     Finished,
+    GaveUp,
+    OneTrialsEvent,
     Opened,
     Owner,
+    Paused,
+    Pinned,
     Reported,
     Started,
     StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 
@@ -71,6 +79,35 @@ def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Pending
     page.put(Finished(trial="00000", reason="enough", ended_early=True))
     assert page.write(may_wait=True).trial("00000").ended_early
     assert len(written.entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Finished(trial="00000", reason="enough"), Finished(trial="00000", reason="enough")),
+        (GaveUp(trial="00000", cause=Cause.USER, message="no"), GaveUp(trial="00000", cause=Cause.USER, message="no")),
+        (Paused(trial="00000", reason="not now"), Paused(trial="00000", reason="not now")),
+    ],
+    ids=["finished", "errored", "paused"],
+)
+def test_observers_receive_once_what_a_trials_journal_and_its_searchs_record(
+    first: OneTrialsEvent, second: OneTrialsEvent, written: WrittenEntries
+) -> None:
+    received: list[Event] = []
+
+    class Observer(SearchObserver):
+        def applied(self, event: Event, experiment: Experiment) -> None:
+            del experiment
+            received.append(event)
+
+    page = pending_entry(written, random_policy(), Observer())
+    opened = Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
+    started = Started(trial="00000", attempt=1, from_step=0)
+    for event in (opened, TrialAdded(trial="00000", config={}, own_journal=True), started, first):
+        page.put(event)
+    page.put(Absorbed(trial="00000", number=1, events=(Pinned(trial="00000", sequence=1), second)))
+    assert received[-1] == Absorbed(trial="00000", number=1, events=(Pinned(trial="00000", sequence=1),))
+    assert received.count(first) == 1
 
 
 class Clock:

@@ -13,7 +13,7 @@ from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.journal import append_as_guest, history, load
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     Opened,
     Quarantined,

@@ -30,7 +30,7 @@ from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal, history
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,

@@ -12,7 +12,7 @@ from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Event
+from prefect_tune.core.journal_events import CheckpointRef, Event
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 

@@ -34,7 +34,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
     Event,

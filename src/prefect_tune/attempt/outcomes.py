@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Question
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finished, Paused, Question
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
 from prefect_tune.core.texts import visible

@@ -12,7 +12,7 @@ from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

@@ -17,7 +17,7 @@ from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal_events.experiment_events import Quarantined
+from prefect_tune.core.journal_events import Quarantined
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.runtime.load_named import pickled

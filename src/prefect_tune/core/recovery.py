@@ -32,7 +32,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     is_live,
 )
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,

@@ -30,7 +30,7 @@ from rich.text import Text
 
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events.experiment_events import Started
+from prefect_tune.core.journal_events import Started
 from prefect_tune.core.models import shown_size
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence

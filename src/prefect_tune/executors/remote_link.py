@@ -21,7 +21,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal_events.experiment_events import Event, Started
+from prefect_tune.core.journal_events import Event, Started
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput,
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import entries_beyond
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Committed,
     Entry,

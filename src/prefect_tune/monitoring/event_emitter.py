@@ -29,7 +29,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper, TimeBudget, TrialBudget, of_experiment
 from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -123,7 +123,7 @@ class EventBuilder:
         was, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
         if trial is not None:
             self._count(was, trial)
-        for index, each in enumerate(emitted_in(event, was)):
+        for index, each in enumerate(emitted_in(event)):
             if trial is not None:
                 self._track_health(each, trial, now)
                 self._compare(each, trial, after)

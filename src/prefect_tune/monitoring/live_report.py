@@ -31,7 +31,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
-from prefect_tune.core.journal_events.experiment_events import Event, Owner
+from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import StepReport, digest_of
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.artifacts import update_artifact

@@ -16,7 +16,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.journal_events import Event
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here

@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Cloned,
@@ -45,7 +45,6 @@ class SearchLog(SearchObserver):
         self._uri = uri
         self._log = log
         self._wasted = {each.trial: each.wasted_steps for each in experiment.trials.values()}
-        self._last: dict[str, str] = {}  # both the trial and the search that stopped it journal its end
         self._lost: set[str] = set()  # trials whose lost attempt is logged, and not journaled yet
         self._last_reports = {each.trial: self._last_report(each) for each in experiment.trials.values()}
         """In the order in which the trials were proposed."""
@@ -98,8 +97,7 @@ class SearchLog(SearchObserver):
                 text, level = self._ended(Status.ERRORED, message, trial, experiment), logging.ERROR
             case _:
                 pass  # a failure that is retried: `FailureHandler` logs it
-        if text and text != self._last.get(trial.trial):
-            self._last[trial.trial] = text
+        if text:
             self._write(trial, text, level)
 
     def _write(self, trial: Trial, text: str, level: int) -> None:

@@ -8,7 +8,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.journal_events import Event
 
 
 class SearchObserver:

@@ -13,7 +13,7 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.journal_events import Event
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events

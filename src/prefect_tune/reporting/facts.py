@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.summary import (
     shown_settings,
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key, with_report
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import flat
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective

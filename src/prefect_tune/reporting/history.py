@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import islice
 
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,

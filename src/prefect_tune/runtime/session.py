@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events.trial_events import PROCEED, Question, Scalar, answer_to, valid_fields
+from prefect_tune.core.journal_events import PROCEED, Question, Scalar, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events.trial_events import Question
+from prefect_tune.core.journal_events import Question
 from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.core.texts import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.core.journal_events.trial_events import Scalar
+    from prefect_tune.core.journal_events import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.session import TrialSession
 

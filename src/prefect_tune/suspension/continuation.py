@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Cloned, Event, Finished, Requeued
+from prefect_tune.core.journal_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, read_known

@@ -16,7 +16,7 @@ from prefect.states import Cancelled
 
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.journal_access import current_owner
 from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
 

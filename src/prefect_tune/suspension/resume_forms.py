@@ -33,8 +33,7 @@ from prefect_tune.core.experiment.resume_options import (
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.experiment.summary import best_label, counted, ranked
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import Answered, Question
-from prefect_tune.core.journal_events.trial_events import answer_to, default_of, valid_fields
+from prefect_tune.core.journal_events import Answered, Question, answer_to, default_of, valid_fields
 from prefect_tune.core.models import digest_of, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.parameters.argument_checks import stopper_for

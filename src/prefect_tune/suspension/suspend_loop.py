@@ -21,8 +21,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Answered, Question
-from prefect_tune.core.journal_events.trial_events import Scalar, answer_to, default_of
+from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, read_journal, read_known
 from prefect_tune.parameters.search_plan import SearchPlan

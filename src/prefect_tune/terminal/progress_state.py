@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import ranked
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Decided,
@@ -158,7 +158,7 @@ class ProgressTracker:
                 self._rungs[report.step] += 1
             case _:
                 pass
-        if (note := _note_of(event, at, self._experiment)) is not None and not self._is_known(note):
+        if (note := _note_of(event, at, self._experiment)) is not None:
             self._notes.append(note)
 
     def _reported(self, trial: str, report: StepReport, now: float) -> None:
@@ -174,11 +174,6 @@ class ProgressTracker:
         for attempt in self._attempts.get(trial, ())[-1:]:
             if attempt.ended is None:
                 attempt.ended = now
-
-    def _is_known(self, note: Note) -> bool:
-        """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
-        last = next((each.text for each in reversed(self._notes) if each.trial == note.trial), None)
-        return last == note.text
 
     # ----------------------------------------------------------------------------------------------------- reading
 

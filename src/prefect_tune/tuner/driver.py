@@ -17,7 +17,7 @@ from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, Supe
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     Cause,
     Decided,

@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
+from prefect_tune.core.journal_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.experiment.trial_transitions import repeats
+from prefect_tune.core.journal_events import Absorbed, Event
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.policy import SearchPolicy
@@ -47,7 +48,7 @@ class PendingEntry:
         if self._status_changed_at is None and _changes_status(event, earlier, self.state):
             self._status_changed_at = time.monotonic()
         self._unwritten.append(event)
-        self._listener.applied(event, self.state)
+        self._listener.applied(_news_in(event, earlier), self.state)
         if self.state.past_count > before:
             trial = self.state.trial(str(getattr(event, "trial", "")))
             for past_event in trial.past[before - self.state.past_count :]:
@@ -103,6 +104,14 @@ class PendingEntry:
         if changed_at is not None and now - changed_at >= _STATUS_DELAY.total_seconds():
             return True
         return now - self._synced_at >= self._sync_period.total_seconds()
+
+
+def _news_in(event: Event, before: Experiment) -> Event:
+    """Return the event for observers: of an absorbed entry without what the experiment's journal says already."""
+    if not isinstance(event, Absorbed):
+        return event
+    trial = before.trials.get(event.trial)
+    return event.model_copy(update={"events": tuple(each for each in event.events if not repeats(each, trial))})
 
 
 def _changes_status(event: Event, before: Experiment, after: Experiment) -> bool:

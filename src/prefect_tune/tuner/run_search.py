@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.stoppers import Stopper, metrics_needed, of_ex
 from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events.experiment_events import Configured, Event, WarmStart
+from prefect_tune.core.journal_events import Configured, Event, WarmStart
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO

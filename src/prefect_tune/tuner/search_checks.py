@@ -10,7 +10,7 @@ from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Decided,

@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import trial_named
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events.experiment_events import Finished, StopAsked
+from prefect_tune.core.journal_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import (
     StopRequest,

@@ -10,7 +10,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.cli.open_target import caught_up
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef
+from prefect_tune.core.journal_events import CheckpointRef
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.command_line import Run
 from tests.fakes.servers.processes import free_port

@@ -11,7 +11,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import Owner, Retired
+from prefect_tune.core.journal_events import Owner, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey

@@ -18,7 +18,7 @@ from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal, segments
-from prefect_tune.core.journal_events.experiment_events import Entry, Owner, Started, TrialAdded
+from prefect_tune.core.journal_events import Entry, Owner, Started, TrialAdded
 from prefect_tune.core.models import Stamp, canonical_json, digest_of
 from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
 from tests.core.driver import JOURNAL, NAME

@@ -9,7 +9,7 @@ import pytest
 from prefect_tune.core.errors import JournalCorrupt
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.journal import append, load, take_over
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     Answered,
     AttemptEnded,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.stores.memory_store import MemoryStore
 

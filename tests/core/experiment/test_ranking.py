@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.summary import (
     valid_scope,
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, Cloned, Started
+from prefect_tune.core.journal_events import CheckpointRef, Cloned, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

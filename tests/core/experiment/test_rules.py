@@ -36,7 +36,7 @@ from prefect_tune.core.experiment.stoppers import (
 )
 from prefect_tune.core.experiment.summary import Curves, curve
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     Cause,
     CheckpointRef,

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.experiment.trial import Phase, Status, status_label
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Finished,

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     with_adopted,
     with_fork,
 )
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,

@@ -16,7 +16,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     Adopted,
     CheckpointRef,

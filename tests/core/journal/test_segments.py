@@ -22,7 +22,7 @@ from prefect_tune.core.journal.segments import (
     steps,
     write_due_segment,
 )
-from prefect_tune.core.journal_events.experiment_events import Configured
+from prefect_tune.core.journal_events import Configured
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey

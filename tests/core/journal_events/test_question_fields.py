@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events.trial_events import answer_to, default_of, valid_fields
+from prefect_tune.core.journal_events import answer_to, default_of, valid_fields
 
 FIELDS: dict[str, Any] = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
 

@@ -6,7 +6,7 @@ import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Event,

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,

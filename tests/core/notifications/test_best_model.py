@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     CheckpointRef,
     Committed,
     Event,

@@ -8,8 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
@@ -69,8 +68,8 @@ def payloads(*events: Event) -> list[dict[str, object]]:
     state: Experiment = nothing_yet(first_generation("first"))
     found: list[dict[str, object]] = []
     for event in events:
-        before, state = state, after(state, [event])
-        emitted = emitted_in(event, before.trials.get(T))
+        state = after(state, [event])
+        emitted = emitted_in(event)
         found += [{"name": event_name(each), **payload_of(each, state.trials.get(T))} for each in emitted]
     return found
 
@@ -143,31 +142,18 @@ def test_a_question_and_a_reinstatement_have_names_of_their_own() -> None:
     assert (found[-1]["question"], found[-1]["status"]) == (asks.model_dump(mode="json"), "interrupted")
 
 
-def test_what_the_search_and_the_trial_both_record_is_emitted_once() -> None:
+def test_what_a_trials_journal_records_is_emitted_as_what_its_searchs_records() -> None:
     pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
-    twice = Absorbed(trial=T, number=1, events=(STARTED, reported(1), pause))
-    assert names(ADDED, twice, Resumed(trial=T), Resumed(trial=T)) == ["started", "paused", "resumed"]
-    more = [Requeued(trial=T, reason="more"), Requeued(trial=T, reason="continues")]
-    assert names(ADDED, STARTED, pause, end, *more) == ["started", "paused", "finished", "requeued"]
-
-
-def test_events_that_cannot_follow_each_other_in_one_journal_are_emitted_once_all_the_same() -> None:
-    state = after(nothing_yet(first_generation("first")), [ADDED, STARTED, Finished(trial=T, reason="enough")])
-    finished = state.trial(T)
-    errored = after(state, [GaveUp(trial=T, cause=Cause.USER, message="no")]).trial(T)
-    paused = finished.model_copy(update={"phase": Phase.PAUSED})
-    for event, trial in [
-        (Finished(trial=T, reason="again"), finished),
-        (GaveUp(trial=T, cause=Cause.USER, message="no"), errored),
-        (Paused(trial=T, reason="again"), paused),
-    ]:
-        assert list(emitted_in(event, trial)) == []
+    absorbed = Absorbed(trial=T, number=1, events=(STARTED, reported(1), pause))
+    assert names(ADDED, absorbed, Resumed(trial=T)) == ["started", "paused", "resumed"]
+    more = Requeued(trial=T, reason="more")
+    assert names(ADDED, STARTED, pause, end, more) == ["started", "paused", "finished", "requeued"]
 
 
 def test_an_event_of_the_whole_experiment_and_one_of_an_unknown_trial_are_emitted() -> None:
     asked = StopAsked(reason="enough")
-    assert list(emitted_in(asked, None)) == [asked]
-    assert list(emitted_in(committed(1, 3), None)) == [committed(1, 3)]
+    assert list(emitted_in(asked)) == [asked]
+    assert list(emitted_in(committed(1, 3))) == [committed(1, 3)]
 
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:

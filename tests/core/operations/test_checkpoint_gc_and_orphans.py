@@ -19,7 +19,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,

@@ -16,7 +16,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.journal.journal import LoadedJournal, load, read, take_over
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone, newest_of, settle
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove

@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import load, read, take_over
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone as cloning
 from prefect_tune.core.operations import delete_experiment

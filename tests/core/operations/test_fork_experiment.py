@@ -12,7 +12,7 @@ from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import as_of, load
-from prefect_tune.core.journal_events.experiment_events import Forked, Owner, StopAsked
+from prefect_tune.core.journal_events import Forked, Owner, StopAsked
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.storage.generations import current_journal

@@ -12,7 +12,7 @@ import pytest
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.journal import journal as journals
 from prefect_tune.core.journal.journal import append_as_guest, load, take_over
-from prefect_tune.core.journal_events.experiment_events import Claim, Claimed, Event, Owner, TrialAdded
+from prefect_tune.core.journal_events import Claim, Claimed, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone, delete_experiment
 from prefect_tune.core.operations.delete_experiment import remove

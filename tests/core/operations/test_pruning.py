@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal_events.experiment_events import Finished
+from prefect_tune.core.journal_events import Finished
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore

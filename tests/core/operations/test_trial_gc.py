@@ -10,7 +10,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, reused_from
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Event,

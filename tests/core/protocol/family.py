@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefect_tune.core.errors import AlreadyCommitted, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     OneTrialsEvent,
     Opened,

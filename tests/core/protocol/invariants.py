@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events.experiment_events import Committed, Entry, Opened, Quarantined, Retired
+from prefect_tune.core.journal_events import Committed, Entry, Opened, Quarantined, Retired
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence

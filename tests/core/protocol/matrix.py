@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause, Reported
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Reported
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Session, Witness, run_to
 from tests.core.protocol.invariants import after_recovery

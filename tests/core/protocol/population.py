@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     reused_from,
 )
 from prefect_tune.core.journal.journal import append, load, take_over
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
     Cloned,

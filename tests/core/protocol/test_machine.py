@@ -25,7 +25,7 @@ from prefect_tune.core.checkpoints.verified_reads import reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment import experiment as folding
 from prefect_tune.core.experiment import trial_transitions as trials
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Forked,

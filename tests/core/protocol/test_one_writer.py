@@ -9,7 +9,7 @@ import pytest
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove

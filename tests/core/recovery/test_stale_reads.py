@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, StoreRefused, Superseded
 from prefect_tune.core.experiment.trial_transitions import newest_key
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect_one

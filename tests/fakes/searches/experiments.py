@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefect_tune.core.experiment.experiment import Experiment, after_event
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,

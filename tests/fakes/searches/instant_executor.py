@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from prefect_tune.attempt.search_link import EntryWritten, StepReported
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     CheckpointRef,
     Cloned,

@@ -11,7 +11,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tuner.stopping import stop

@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Event, Finished, Started, TrialAdded
+from prefect_tune.core.journal_events import Event, Finished, Started, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey

@@ -12,7 +12,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.journal_events.experiment_events import Event
+from prefect_tune.core.journal_events import Event
 from prefect_tune.core.notifications.prefect_events import VERSION, ExperimentEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody

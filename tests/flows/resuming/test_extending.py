@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import Configured
+from prefect_tune.core.journal_events import Configured
 from prefect_tune.journal_access import read_known
 from prefect_tune.parameters.search_limits import extended
 from prefect_tune.parameters.search_plan import SearchPlan, from_settings

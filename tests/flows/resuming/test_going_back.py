@@ -13,7 +13,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Answered, Owner
+from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up

@@ -14,7 +14,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Configured, Decided
+from prefect_tune.core.journal_events import Configured, Decided
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.maintenance.delete_experiment import delete_experiment
 from prefect_tune.parameters.argument_checks import code_of

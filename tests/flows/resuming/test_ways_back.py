@@ -14,7 +14,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Committed
+from prefect_tune.core.journal_events import Committed
 from tests.flows.training import entries_at, experiment_at, trial_at, undisturbed
 from tests.flows.ui import Ui, eventually
 from tests.trainables.witness import acts_of

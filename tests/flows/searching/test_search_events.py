@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Cause,
     Decided,
     Event,

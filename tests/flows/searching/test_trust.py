@@ -18,7 +18,7 @@ from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.errors import UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
 from prefect_tune.core.settings_signature import signed

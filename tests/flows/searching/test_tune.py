@@ -10,7 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events.experiment_events import Finished
+from prefect_tune.core.journal_events import Finished
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import statuses
 from tests.trainables.moody import Moody, differently, silent, train

@@ -12,7 +12,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events.experiment_events import AttemptEnded, Cause
+from prefect_tune.core.journal_events import AttemptEnded, Cause
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import FarSearch
 

@@ -9,7 +9,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events.experiment_events import Configured, Event, Owner, TrialAdded
+from prefect_tune.core.journal_events import Configured, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.parameters.resume_compatibility import require_search
 from tests.fakes.checkpoints import first_generation

@@ -13,7 +13,7 @@ from prefect_tune.attempt.commit_worker import commit_entry
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
-from prefect_tune.core.journal_events.experiment_events import TrialAdded
+from prefect_tune.core.journal_events import TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.layout import TrialKey

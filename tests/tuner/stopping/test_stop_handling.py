@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.journal_events.experiment_events import TrialAdded
+from prefect_tune.core.journal_events import TrialAdded
 from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.tuner.stopping import Stopping, StopSource, stop
 from tests.fakes.searches.experiments import write_search

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.models import Value, first_line
 
 __all__ = [

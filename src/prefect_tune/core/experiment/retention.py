@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prefect_tune.core.experiment.summary import best_saved
-from prefect_tune.core.journal_events.experiment_events import CheckpointRef, QuarantinedCheckpoint
+from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.models import Value
 from prefect_tune.core.search.objective import objective_of
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, cas
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events.experiment_events import Cloned, Entry, Event, Reported, Started, events_in
+from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, events_in
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
 if TYPE_CHECKING:
-    from prefect_tune.core.journal_events.experiment_events import CheckpointRef
+    from prefect_tune.core.journal_events import CheckpointRef
 
 __all__ = [
     "Curves",

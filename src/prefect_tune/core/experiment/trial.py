@@ -21,7 +21,7 @@ from prefect_tune.core.html_tables import (
     paragraph,
     soft,
 )
-from prefect_tune.core.journal_events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
+from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
 from prefect_tune.core.models import StepReport, TrialId, Value, first_line, flat, plural, shown_size
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey

@@ -25,7 +25,7 @@ from prefect_tune.core.experiment.trial import (
     reused_from,
     with_report,
 )
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -35,6 +35,7 @@ from prefect_tune.core.journal_events.experiment_events import (
     Cloned,
     Committed,
     Decided,
+    Event,
     Finished,
     Forked,
     ForkedTrial,
@@ -106,6 +107,13 @@ _ONLY_WHILE_RUNNING = (Reported, Committed)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Claimed
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
+_LEADS_TO: Mapping[type[Event], Phase] = {
+    Finished: Phase.FINISHED,
+    GaveUp: Phase.ERRORED,
+    Paused: Phase.PAUSED,
+    Requeued: Phase.PENDING,
+    Resumed: Phase.PENDING,
+}
 
 
 def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False) -> Trial:
@@ -389,3 +397,11 @@ def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
             "same_start": trial.same_start + 1 if event.at_start else 0,
         }
     )
+
+
+def repeats(event: Event, trial: Trial | None) -> bool:
+    """Whether the trial is in the phase already that the event leads to.
+
+    A trial's own journal and its search's both record an end, a pause and a continuation: the second is no news.
+    """
+    return trial is not None and _LEADS_TO.get(type(event)) is trial.phase

@@ -56,7 +56,7 @@ from prefect_tune.core.journal.segments import (
     steps,
     write_due_segment,
 )
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Deletion,
     Entry,
     Event,

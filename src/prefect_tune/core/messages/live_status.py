@@ -17,7 +17,7 @@ from pydantic import Field
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
-from prefect_tune.core.journal_events.experiment_events import Owner
+from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.journal_events.experiment_events import Cause, Question
+from prefect_tune.core.journal_events import Cause, Question
 from prefect_tune.core.models import Message, PathName, StepReport, Value
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Literal
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED
-from prefect_tune.core.journal_events.experiment_events import StopAsked
+from prefect_tune.core.journal_events import StopAsked
 from prefect_tune.core.models import TrialId
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey, number_in

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Committed,

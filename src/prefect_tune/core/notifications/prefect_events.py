@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import Losses, best_saved, losses_in
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
+from prefect_tune.core.journal_events import (
     AttemptEnded,
     Event,
     Finished,
@@ -23,8 +23,6 @@ from prefect_tune.core.journal_events.experiment_events import (
     Paused,
     Quarantined,
     Question,
-    Requeued,
-    Resumed,
     events_in,
 )
 from prefect_tune.core.models import Json, Metrics, Value, first_line, metric_in
@@ -110,13 +108,6 @@ LABELS = ("trial", "status", "cause", "kills", "what", "end")
 """Fields of a payload that are also labels of the event's resource: automations match labels, and no payload."""
 _TEXT = 500
 _ITEMS = 20
-_PHASE_AFTER: Mapping[type[Value], Phase] = {
-    Finished: Phase.FINISHED,
-    GaveUp: Phase.ERRORED,
-    Paused: Phase.PAUSED,
-    Requeued: Phase.PENDING,
-    Resumed: Phase.PENDING,
-}
 
 
 class ExperimentEvent(Value):
@@ -198,19 +189,9 @@ def event_name(event: Event) -> str:
             return f"prefect-tune.{event.type}"
 
 
-def emitted_in(event: Event, before: Trial | None) -> Iterator[Event]:
-    """Yield the events to emit for an event of the journal, and for those that it absorbs.
-
-    The trial's journal and the experiment's both record an end or a pause: it is yielded once.
-
-    Args:
-        event: the journal's event.
-        before: the trial before it; None for a new one, or for an event of the whole experiment.
-    """
-    phase = before.phase if before else Phase.PENDING
-    for each in events_in(event):
-        if each.type not in NOT_EMITTED and _PHASE_AFTER.get(type(each)) is not phase:
-            yield each
+def emitted_in(event: Event) -> Iterator[Event]:
+    """Yield the events to emit for an event of the journal, and for those that it absorbs."""
+    return (each for each in events_in(event) if each.type not in NOT_EMITTED)
 
 
 def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:

@@ -38,7 +38,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     is_quarantined,
 )
 from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     CheckpointRef,
     Claim,
     Claimed,

@@ -31,7 +31,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
-from prefect_tune.core.journal_events.experiment_events import Claim, Deletion, Event, Owner
+from prefect_tune.core.journal_events import Claim, Deletion, Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
 from prefect_tune.core.recovery import read_manifest

@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, is_held, is_live
 from prefect_tune.core.journal.journal import append, as_of, history, load, take_over
 from prefect_tune.core.journal.segments import write_due_segment
-from prefect_tune.core.journal_events.experiment_events import (
+from prefect_tune.core.journal_events import (
     Absorbed,
     Adopted,
     CheckpointRef,

@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live, is_quarantined, live_keys
 from prefect_tune.core.journal.journal import append_as_guest, trial_today
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
-from prefect_tune.core.journal_events.experiment_events import GuestEvent, Quarantined
+from prefect_tune.core.journal_events import GuestEvent, Quarantined
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey

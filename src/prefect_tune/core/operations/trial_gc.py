@@ -28,7 +28,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal_events.experiment_events import Claim, Retired
+from prefect_tune.core.journal_events import Claim, Retired
 from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans

@@ -26,7 +26,7 @@ from typing import NoReturn, cast
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.journal_events.experiment_events import Cause
+from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled

@@ -1,1 +1,0 @@
-"""Everything that a journal can record."""
