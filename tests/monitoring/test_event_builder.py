@@ -120,7 +120,9 @@ def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: st
     place = ExperimentAddress(uri, "first")
     assert place.uri == named
     assert place.resource["prefect.resource.id"] == f"prefect-tune.experiment.{named}"
-    assert "s3cret" not in str([place.target, place.checkpoints("00000"), place.best, place.related])
+    assert "s3cret" not in str(
+        [place.target, place.checkpoints(first_generation("first").trial_key("00000")), place.best, place.related]
+    )
 
 
 def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:

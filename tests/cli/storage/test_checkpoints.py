@@ -118,7 +118,7 @@ def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_document_of_60_gib_is_not_read(run: Run, target: Path, tmp_path: Path, verb: str, document: str) -> None:
     (target / "digits" / "1" / "segments").mkdir(exist_ok=True)
     (target / "digits" / "1" / "segments" / "0000000010.jsonl").touch()
-    for path in (target / "digits").glob(document):
+    for path in (target / "digits" / "1").glob(document):
         path.chmod(0o644)
         os.truncate(path, _HUGE_BYTES)
     more = {"export": [tmp_path / "out"], "delete": ["--yes"]}.get(verb, [])
