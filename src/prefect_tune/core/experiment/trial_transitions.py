@@ -107,13 +107,6 @@ _ONLY_WHILE_RUNNING = (Reported, Committed)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Claimed
 _CHANGES_PHASE = frozenset(event for _, event in NEXT)
-_LEADS_TO: Mapping[type[Event], Phase] = {
-    Finished: Phase.FINISHED,
-    GaveUp: Phase.ERRORED,
-    Paused: Phase.PAUSED,
-    Requeued: Phase.PENDING,
-    Resumed: Phase.PENDING,
-}
 
 
 def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False) -> Trial:
@@ -400,8 +393,9 @@ def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
 
 
 def repeats(event: Event, trial: Trial | None) -> bool:
-    """Whether the trial is in the phase already that the event leads to.
+    """Whether the event is no news after those before it.
 
-    A trial's own journal and its search's both record an end, a pause and a continuation: the second is no news.
+    A continuation is recorded by the experiment's journal, and then by the trial's own. No other event is in both: a
+    trial that has ended cannot end again, see `NEXT`.
     """
-    return trial is not None and _LEADS_TO.get(type(event)) is trial.phase
+    return isinstance(event, Requeued | Resumed) and trial is not None and trial.phase is Phase.PENDING
