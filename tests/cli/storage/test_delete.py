@@ -17,6 +17,7 @@ from prefect_tune.core.journal.journal import append, load, take_over
 from prefect_tune.core.journal_events import Deletion, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.operations.test_fork_experiment import forked
@@ -182,7 +183,7 @@ def test_what_a_fork_needs_is_refused_until_the_fork_is_deleted(tmp_path: Path, 
     assert files_in(tmp_path / "target") == before
     for name in ("new", "old"):
         assert run("delete", tmp_path / "target", name, "--yes", "--even-if-running").code == 0
-    assert files_in(tmp_path / "target") == {}
+        assert is_gone(tmp_path / "target" / name)
 
 
 def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
@@ -195,7 +196,10 @@ def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
         side_by_side=map,
         also=lambda _: [Deletion()],
     )
-    store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # killed here
+    assert "digits" in run("ls", target).out  # killed here: it is still there, and cannot be resumed
+    end_generation(store, state.key, at="", by="a script")
+    store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # or here
+    assert "no experiments" in run("ls", target).out
     assert run("delete", target, "digits", "--yes").code == 0
     assert is_gone(target / "digits")
 
