@@ -171,7 +171,7 @@ def _guest_claims(search: SmallSearch, store: ObjectStore) -> None:
     key = search.key("b")
     ref = search.trials["b"].trial("b").checkpoints[-1]
     copy = key.checkpoint_key(ref)
-    claim = Claim(step=ref.step, sequence=ref.sequence, clone=copy, journal=key.journal, epoch=1)
+    claim = Claim(step=ref.step, sequence=ref.sequence, clone=copy, journal=key.journal, term=1)
     stamp = Stamp(write_id="claim", at="")
     append_as_guest(store, key.journal, lambda _: [Claimed(trial="b", claim=claim)], stamp, side_by_side=map)
 
@@ -327,7 +327,7 @@ def test_only_a_placeholder_and_the_demo_name_a_generation_themselves() -> None:
     root = Path(__file__).parents[3]
     rooms = ("src", "flows", "tasks", "blocks")
     sources = [path for room in rooms for path in (root / room).rglob("*.py") if "generation=1" in path.read_text()]
-    assert sorted(path.name for path in sources) == ["run_demo.py", "search_plan.py"]
+    assert sorted(path.name for path in sources) == ["run_demo.py", "search_limits.py"]
 
 
 # ------------------------------------------------------------------------------------------------- mutants
