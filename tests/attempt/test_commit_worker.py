@@ -477,7 +477,7 @@ def test_commits_are_logged_with_their_metrics_and_no_more_than_one_in_a_period(
     lines: Sequence[str],
 ) -> None:
     monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=days))
-    caplog.set_level("INFO", logger="ledger")
+    caplog.set_level("INFO", logger="commits")
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
@@ -491,7 +491,7 @@ def test_a_line_of_a_commit_counts_those_before_it_that_have_none(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=1))
-    caplog.set_level("INFO", logger="ledger")
+    caplog.set_level("INFO", logger="commits")
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)

@@ -58,6 +58,7 @@ from prefect_tune.journal_access import (
 from prefect_tune.tasks.checkpoints import save_checkpoint
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.far_attempts import require_experiment
 
 journal_access = importlib.import_module("prefect_tune.journal_access")
 transient = importlib.import_module("prefect_tune.storage_retries")
@@ -147,7 +148,9 @@ class CommitHarness:
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     with disable_run_logger():
-        yield CommitHarness(LocalTarget(path=str(tmp_path / "target")))
+        harness = CommitHarness(LocalTarget(path=str(tmp_path / "target")))
+        require_experiment(harness.target, harness.plan.trial.of_experiment)
+        yield harness
 
 
 def attempt_request(attempt: int, *, search_term: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
@@ -307,12 +310,11 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(harness: Commit
 # ------------------------------------------------------------------------- requests of a deleted experiment
 
 
-def searched(target: LocalTarget) -> str:
+def searched(target: LocalTarget, generation: int = 1) -> str:
     """Create the experiment; return its id."""
-    open_journal(
-        target, JournalKey(experiment="e", generation=1), Opening(Owner(name="it", host="h", pid=1), new_write_id())
-    )
-    found = experiment_id(target, first_generation("e"))
+    key = JournalKey(experiment="e", generation=generation)
+    open_journal(target, key, Opening(Owner(name="it", host="h", pid=1), new_write_id()))
+    found = experiment_id(target, key)
     assert found
     return found
 
@@ -323,7 +325,7 @@ def test_orders_of_an_experiment_that_was_deleted_begin_nothing(harness: CommitH
         remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="no longer exists"):
             harness.given(late)
-        assert list(store.list("")) == []
+        assert [each.path for each in store.list("")] == ["e/generations/0000000002.json"]
 
 
 def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
@@ -332,9 +334,10 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
     late = replace(attempt_request(1, search_term=3), config={"x": 0}, experiment_id=searched(harness.target))
     with harness.target.open(timeout=_MINUTE) as store:
         remove(store, first_generation("e"), Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
-    now = replace(attempt_request(1), experiment_id=searched(harness.target))
-    with pytest.raises(Superseded, match="is a new one with the same name"):
+    now = replace(attempt_request(1), experiment_id=searched(harness.target, 2))
+    with pytest.raises(Superseded, match="no longer exists"):
         harness.given(late)
+    harness.plan = replace(harness.plan, trial=TrialKey(experiment="e", generation=2, trial=TRIAL))
     assert harness.begun(now).experiment.trial(TRIAL).config == {"x": 1}
 
 

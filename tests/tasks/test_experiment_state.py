@@ -24,6 +24,7 @@ from prefect_tune.tasks.experiment_state import check_target, restore_experiment
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.far_attempts import require_experiment
 
 ME = Owner(name="me", host="here", pid=1)
 STAMP = Stamp(write_id="w", at="now")
@@ -107,7 +108,9 @@ def test_what_is_heard_of_an_opening_whose_reply_was_lost_is_what_is_written(
         also=lambda found: () if found.trials else first,
         listener=lambda events, state: received.update({state.number: tuple(events)}),
     )
-    open_journal(BucketTarget(name=request.node.name), JournalKey(experiment="e", generation=1, trial="t"), opening)
+    target, key = BucketTarget(name=request.node.name), JournalKey(experiment="e", generation=1)
+    require_experiment(target, key)
+    open_journal(target, key.of_trial("t"), opening)
     written = journal.history(bucket, JournalKey(experiment="e", generation=1, trial="t"), side_by_side=map)
     assert received == {entry.number: tuple(entry.events) for entry in written}
 

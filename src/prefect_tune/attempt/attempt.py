@@ -198,19 +198,18 @@ class Attempt:
         return journal_writer
 
     def _require_same_experiment(self) -> None:
-        """Refuse a request whose experiment was deleted, or replaced by one of the same name, while it was queued.
+        """Refuse a request whose experiment was deleted while it was queued.
 
         Raises:
             Superseded: there is no such experiment any more.
         """
         spec, wanted = self.spec, self.request.experiment_id
         name = spec.trial.experiment
-        if not wanted or (found := experiment_id(spec.target, spec.trial.of_experiment)) == wanted:
+        if not wanted or experiment_id(spec.target, spec.trial.of_experiment) == wanted:
             return
-        what = "no longer exists" if found is None else "is a new one with the same name"
         raise Superseded(
-            f"experiment {name!r} at {spec.target.uri} {what}: the one that requested attempt {self.request.attempt} "
-            f"of trial {self._name!r} was deleted. Nothing was trained or written"
+            f"experiment {name!r} at {spec.target.uri} no longer exists: the one that requested attempt "
+            f"{self.request.attempt} of trial {self._name!r} was deleted. Nothing was trained or written"
         )
 
     def _carry_out(self, journal_writer: JournalWriter) -> None:

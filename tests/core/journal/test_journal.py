@@ -176,10 +176,10 @@ GUESTS: Sequence[GuestEvent] = [
 def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
     store = MemoryStore()
     owner = running(store)
-    journal.append_as_guest(store, "e", lambda _: GUESTS, stamp("guest"), side_by_side=map)
+    journal.append_as_guest(store, first_generation("e"), lambda _: GUESTS, stamp("guest"), side_by_side=map)
     after = journal.append(store, owner, [report(1)], stamp("c"))
     assert (after.number, after.term) == (5, 1)
-    assert [entry.writer for entry in journal.history(store, "e", side_by_side=map)] == [
+    assert [entry.writer for entry in journal.history(store, first_generation("e"), side_by_side=map)] == [
         *["owner"] * 3,
         "guest",
         "owner",
@@ -198,7 +198,7 @@ def guest_entry(owner: Experiment, *events: Event) -> bytes:
         pytest.param([], id="nothing"),
         pytest.param([report(1)], id="a report"),
         pytest.param([*GUESTS, Finished(trial="t", reason="enough")], id="an end beside what it may write"),
-        pytest.param([Opened(experiment="e", term=2, owner=YOU)], id="an opening"),
+        pytest.param([Opened(experiment="e", generation=1, term=2, owner=YOU)], id="an opening"),
         pytest.param([Quarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
     running(store)
     before = dict(store.objects)
     with pytest.raises(JournalCorrupt, match="expected events that a guest may write, found reported"):
-        journal.append_as_guest(store, "e", lambda _: [report(1)], stamp("guest"), side_by_side=map)  # type: ignore[list-item]  # what a guest may not
+        journal.append_as_guest(store, first_generation("e"), lambda _: [report(1)], stamp("guest"), side_by_side=map)  # type: ignore[list-item]  # what a guest may not
     assert store.objects == before
 
 

@@ -29,6 +29,7 @@ from prefect_tune.journal_access import (
     JournalWriter,
     Opening,
     current_owner,
+    experiment_id,
     new_write_id,
     open_journal,
     write_directly,
@@ -75,6 +76,12 @@ class FarMachines:
         waiting.result().join()
 
 
+def require_experiment(target: StorageTarget, key: JournalKey) -> None:
+    """Open the experiment's journal, unless it has been opened: no trial has a journal before that."""
+    if experiment_id(target, key) is None:
+        open_journal(target, key, Opening(current_owner(), new_write_id(), lambda _: [Adopted()]))
+
+
 class FarAttempt:
     """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
 
@@ -85,8 +92,9 @@ class FarAttempt:
         def first(found: Experiment) -> Sequence[Event]:
             return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
 
+        require_experiment(target, self._key.of_experiment)
         opening = Opening(current_owner(search_term=search_term), new_write_id(), first)
-        opened = open_journal(target, JournalKey(experiment="e", generation=1, trial=trial), opening)
+        opened = open_journal(target, self._key.journal, opening)
         self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
 
     @property

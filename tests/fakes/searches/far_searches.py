@@ -16,7 +16,7 @@ from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.journal_access import (
     JournalWriter,
@@ -59,7 +59,9 @@ class FarSearch:
     ) -> None:
         self.machines = FarMachines(survives_search=survives_search)
         opening = Opening(current_owner(), new_write_id())
-        state = open_journal(target, JournalKey(experiment="e", generation=1), opening)
+        with target.open(timeout=timedelta(seconds=9)) as store:
+            key = current_journal(store, "e")
+        state = open_journal(target, key, opening)
         self._journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)

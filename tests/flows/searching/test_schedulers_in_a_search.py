@@ -49,8 +49,8 @@ def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
     added = TrialAdded(trial="00000", config={"x": 0.5})
     began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
     own = JournalKey(experiment=NAME, generation=1, trial="00000")
-    open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
     search = open_journal(target, JournalKey(experiment=NAME, generation=1), Opening(current_owner(), new_write_id()))
+    open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
     return write_directly(target, search, [added.model_copy(update={"own_journal": True})])
 
 
