@@ -21,6 +21,7 @@ from prefect_tune.journal_access import Opening, current_owner, new_write_id, op
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
 from tests.fakes.artifacts import REMOTE, Bucket, BucketTarget, Raced, fetched
 from tests.fakes.checkpoints import files_in, write
+from tests.fakes.searches.far_attempts import require_experiment
 from tests.fakes.stores.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
@@ -112,6 +113,7 @@ def begin_journal(spec: TrialSpec) -> Experiment:
     def first(_: Experiment) -> Sequence[Event]:
         return (Adopted(), TrialAdded(trial=TRIAL.trial, config={}), started)
 
+    require_experiment(spec.target, spec.trial.of_experiment)
     return open_journal(spec.target, spec.journal, Opening(current_owner(), new_write_id(), first))
 
 

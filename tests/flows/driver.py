@@ -102,7 +102,7 @@ class Driver:
         """Fail if a process that it started outlives it by more than a moment."""
         until(lambda: not self.family(), seconds=10, what=lambda: f"the end of {self.family()}")
 
-    def wait(self, *, seconds: float = 90) -> Mapping[str, Any]:
+    def wait(self, *, seconds: float = 240) -> Mapping[str, Any]:
         """Wait until it has ended by itself; return its result, or `{"error": class, "message": text}`."""
         self.process.join(seconds)
         if self.process.is_alive():

@@ -76,7 +76,7 @@ def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_l
     assert "2 completed" in results["text/html"]
     assert results["text/plain"] == "Results(experiment='shown', trials: 2 completed)"
     best = kernel.run("results.best").result
-    assert best["text/plain"].startswith("Trial(trial='00001', phase='completed', step=4, metrics={'loss': ")
+    assert best["text/plain"].startswith("Trial(trial='00001', status='completed', step=4, metrics={'loss': ")
     assert "results.checkpoint(" in best["text/html"]
     saved = kernel.run("results.checkpoint(results.best)").result
     assert saved["text/plain"].startswith("Checkpoint(filesystem=file, path=")
