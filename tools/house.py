@@ -25,8 +25,8 @@ FOLDER_FILES = 15
 FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
-PACKAGE_LINES = 52122
-PACKAGE_FILES = 278
+PACKAGE_LINES = 52303  # 290 of them for the generation of an experiment
+PACKAGE_FILES = 277
 IMPORT_LINES = 0.095  # of all lines of the package
 ONE_IMPORTER = 36  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""

@@ -237,6 +237,8 @@ class Facts:
     """An experiment."""
 
     experiment: str
+    folder: str
+    """Of the experiment on the target."""
     where: str
     kind: str
     metric: Sequence[str]
@@ -287,6 +289,7 @@ def facts_of(report_input: ReportInput, links: Links) -> Facts:
     errors = [each for each in report_input.trials if each.status is Status.ERRORED]
     return Facts(
         experiment=state.name,
+        folder=state.key.folder,
         where=report_input.uri,
         kind="search" if is_search(state) else "training",
         metric=objective.metrics if objective else (),

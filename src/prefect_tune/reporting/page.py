@@ -187,7 +187,7 @@ def _trials(facts: Facts) -> Iterator[Block]:
         return
     yield Heading("Trials")
     yield from _without_repetition(_columns(facts))
-    folders = below(facts.where, f"{facts.experiment}/trials/TRIAL/checkpoints")
+    folders = below(facts.where, f"{facts.folder}/trials/TRIAL/checkpoints")
     more = facts.trial_count - len(facts.trials)
     also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
     yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])

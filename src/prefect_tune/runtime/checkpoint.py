@@ -47,7 +47,7 @@ class Checkpoint(metaclass=_Advising):
 
     Example:
         ```python
-        checkpoint = pt.Checkpoint("s3://bucket/runs/digits/trials/best/checkpoints/0000000040-0000000012")
+        checkpoint = pt.Checkpoint("s3://bucket/runs/digits/1/trials/best/checkpoints/0000000040-0000000012")
         with checkpoint.as_directory() as directory:
             weights = numpy.load(f"{directory}/weights.npz")
         ```
