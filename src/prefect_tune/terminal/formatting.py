@@ -21,6 +21,7 @@ from prefect_tune.core.texts import visible
 _LEAST_RANGE = 4
 """The shortest run of steps that is written as a range."""
 _FRAME = re.compile(r'^[ \t]*File "(.+)", line (\d+)', re.MULTILINE)
+_DUMP = "(most recent call first)"  # of faulthandler, at a signal
 _NAMED = 3
 _PACKAGE = "prefect_tune"
 
@@ -123,9 +124,6 @@ def _range(steps: Sequence[int]) -> str:
         return str(steps[0])
     first, second, last = steps[0], steps[1], steps[-1]
     return f"{first}-{last}" if second == first + 1 else f"{first}, {second} … {last}"
-
-
-_DUMP = "(most recent call first)"  # of faulthandler, at a signal
 
 
 def error_of(reason: str) -> str:

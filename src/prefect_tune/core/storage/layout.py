@@ -109,9 +109,9 @@ class JournalKey(Value):
         """Return the path of request `number` (from 1)."""
         return numbered(self.requests, number)
 
-    def live_status_path(self, epoch: int, number: int) -> str:
-        """Return the path of the live status `number` (from 1) that the owner of the term `epoch` writes."""
-        return f"{self.live}/{in_digits(epoch)}-{in_digits(number)}.json"
+    def live_status_path(self, term: int, number: int) -> str:
+        """Return the path of the live status `number` (from 1) that the owner of `term` writes."""
+        return f"{self.live}/{in_digits(term)}-{in_digits(number)}.json"
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""
