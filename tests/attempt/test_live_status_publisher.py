@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
-from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.messages.live_status import RunningTrial, newest_live_status
+from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.running_attempts import RunningAttempts
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
+from prefect_tune.core.messages.live_status import newest_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import live_status
 from prefect_tune.monitoring.live_status import LiveStatusPublisher
@@ -20,8 +22,7 @@ from tests.fakes.trial_processes import until
 
 KEY = JournalKey(experiment="e", generation=1)
 OFTEN = timedelta(milliseconds=5)
-STATE = nothing_yet(KEY).model_copy(update={"term": 3})
-TRIAL = RunningTrial(trial="a", attempt=1)
+AT = "2026-11-23T01:00:00.000+00:00"
 
 
 @pytest.fixture
@@ -32,39 +33,48 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     del BUCKETS["live"]
 
 
-def publisher(period: timedelta | None, running: Sequence[RunningTrial]) -> LiveStatusPublisher:
-    return LiveStatusPublisher(BucketTarget(name="live"), KEY, period, lambda: (STATE, list(running)))
+class Search:
+    """An experiment with one running trial, and the publisher of its live status."""
+
+    def __init__(self, period: timedelta | None) -> None:
+        self.state = nothing_yet(KEY).model_copy(update={"term": 3})
+        self.attempts = RunningAttempts(self.state, AT, 0.0)
+        self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.attempts, period)
+        self.happens(TrialAdded(trial="a", config={}))
+        self.happens(Started(trial="a", attempt=1, from_step=0))
+
+    def happens(self, event: Event) -> None:
+        self.state = after_event(self.state, event, 1)
+        self.attempts.applied(event, self.state, AT, 0.0)
 
 
 def test_nothing_is_written_before_an_attempt_begins(bucket: Bucket) -> None:
-    idle = publisher(OFTEN, [TRIAL])
-    idle.close()
+    Search(OFTEN).publisher.close()
     assert not bucket.operations
 
 
 def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_lives(bucket: Bucket) -> None:
-    running = publisher(OFTEN, [TRIAL])
+    running = Search(OFTEN).publisher
     running.begin()
     until(lambda: bucket.operations["put"] > 3)
     running.close()
     found = newest_live_status(bucket, KEY)
     assert found is not None
-    assert (found.term, found.trials) == (3, (TRIAL,))
+    assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
     assert found.number > 3
 
 
 def test_at_the_end_it_is_deleted_unless_a_trial_was_left_running(bucket: Bucket) -> None:
-    trials = [TRIAL]
-    running = publisher(OFTEN, trials)
-    running.begin()
+    search = Search(OFTEN)
+    search.publisher.begin()
     until(lambda: bucket.operations["put"] > 1)
-    trials.clear()
-    running.close()
+    search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    search.publisher.close()
     assert not bucket.objects
 
 
 def test_without_a_period_nothing_is_published(bucket: Bucket) -> None:
-    silent = publisher(None, [TRIAL])
+    silent = Search(None).publisher
     silent.begin()
     silent.close()
     assert not bucket.operations
@@ -74,7 +84,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.failures = [StoreUnavailable("no route to the bucket")] * 3
-    running = publisher(OFTEN, [TRIAL])
+    running = Search(OFTEN).publisher
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         running.begin()
         until(lambda: newest_live_status(bucket, KEY))
@@ -89,7 +99,7 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
 ) -> None:
     clock = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
-    running = publisher(OFTEN, [TRIAL])
+    running = Search(OFTEN).publisher
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
 
     def is_closed_after(seconds: float) -> bool:
@@ -102,3 +112,26 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     found = newest_live_status(bucket, KEY)
     assert found is not None
     assert found.period_seconds == 40
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_trial_that_this_owner_does_not_run_is_not_published() -> None:
+    search, run_here = Search(OFTEN), set[str]()
+    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.attempts, OFTEN, run_here.__contains__)
+    assert publisher._running()[1] == ()
+    run_here.add("a")
+    assert [each.trial for each in publisher._running()[1]] == ["a"]
+
+
+@pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])
+def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
+    error: TuneError, bucket: Bucket
+) -> None:
+    def searches() -> None:
+        with Search(OFTEN).publisher:
+            until(lambda: bucket.operations["put"] > 0)
+            raise error
+
+    with pytest.raises(type(error)):
+        searches()
+    assert bool(bucket.objects) is not isinstance(error, Superseded)

@@ -39,6 +39,7 @@ from prefect_tune.monitoring.live_report import (
     EarlierArtifacts,
     artifact_key,
 )
+from prefect_tune.monitoring.search_observer import AttemptRecorder, ObserverGroup
 from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
 from prefect_tune.terminal.time_left import SearchEstimate
@@ -206,10 +207,11 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("endless"), LOG)
+    recorder = AttemptRecorder(search.state)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder.attempts, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
-    seen.applied(added, search.state)
+    ObserverGroup([recorder, seen]).applied(added, search.state)
     seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
@@ -219,13 +221,15 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, plan, LOG)
+    recorder = AttemptRecorder(search.state)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder.attempts, plan, LOG)
+    observers = ObserverGroup([recorder, seen])
 
     def begins(name: str) -> None:
         for event in (TrialAdded(trial=name, config={"x": 1}), Started(trial=name, attempt=1, from_step=0)):
             search.record(event)
-            seen.applied(event, search.state)
-        seen.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
+            observers.applied(event, search.state)
+        observers.reported(StepReported(name, StepReport(step=3, metrics={"loss": 0.5}), asks=False), search.state)
 
     def drawn(*given: Any) -> Any:
         begins("1")
@@ -241,7 +245,8 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
 
 def test_there_are_no_more_trials_done_than_there_are(tmp_path: Path) -> None:
     search = asha(5)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), search.state, SearchEstimate("rates", None, 2), LOG)
+    attempts = AttemptRecorder(search.state).attempts
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), attempts, SearchEstimate("rates", None, 2), LOG)
     seen.close(PATIENCE)
     assert "· 5 of 5 trials done" in page("report-rates")
     assert artifacts("progress-rates")[-1].description == "Experiment rates: 5 of 5 trials done"

@@ -16,14 +16,16 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
-from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.journal_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
-from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
+from tests.fakes.searches.tracked_progress import TrackedProgress
 from tests.trainables.moody import train
 
 LOG = logging.getLogger("a flow run")
@@ -34,13 +36,17 @@ def _says_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=LOG.name)
 
 
+def recorded(experiment: Experiment) -> RunningAttempts:
+    return AttemptRecorder(experiment).attempts
+
+
 def running() -> tuple[Progress, Callable[[int], None]]:
     """The progress of a search of one trial, and a function that reports a step."""
     state = after(
         nothing_yet(first_generation("e")),
         [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
     )
-    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
+    seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
     return seen, lambda step: seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
 
 
@@ -61,8 +67,10 @@ def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_n
         [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)],
     )
     outlook = SearchEstimate("e", None, 1, 80, is_training=True)
-    seen = Progress(ProgressTracker(state, outlook, 0.0, datetime.now(UTC)), LOG, log_period=timedelta(0))
-    seen.reported(StepReported("0", StepReport(step=7, metrics={"loss": 0.5}), asks=False), state)
+    tracker = TrackedProgress(state, outlook, 0.0, datetime.now(UTC))
+    seen, report = Progress(tracker, LOG, log_period=timedelta(0)), StepReport(step=7, metrics={"loss": 0.5})
+    tracker.reported("0", report, 1.0)
+    seen.reported(StepReported("0", report, asks=False), state)
     (message,) = caplog.messages
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
     seen.conclude()
@@ -74,7 +82,7 @@ def test_a_single_training_without_a_display_logs_its_metrics_now_and_then_and_n
 
 def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
     state = nothing_yet(first_generation("e"))
-    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
+    seen = Progress(TrackedProgress(state, SearchEstimate("e"), 0.0, datetime.now(UTC)), LOG)
     for step in range(1, 100):
         seen.reported(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
     assert caplog.messages == []
@@ -91,11 +99,11 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
     with progress(
-        nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True
+        recorded(nothing_yet(first_generation("e"))), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True
     ):
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
-    shown = progress(nothing_yet(first_generation("e")), SearchEstimate("e"), LOG, Event(), in_terminal=True)
+    shown = progress(recorded(nothing_yet(first_generation("e"))), SearchEstimate("e"), LOG, Event(), in_terminal=True)
     with pytest.raises(ZeroDivisionError), shown:
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
@@ -104,7 +112,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     errored = GaveUp(trial="0", cause=Cause.USER, message="no")
     state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
-    with progress(state, SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
+    with progress(recorded(state), SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
         pass
     (last,) = caplog.records
     assert last.levelname == "WARNING"

@@ -35,10 +35,10 @@ from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.core.search.objective import Mode, objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.progress_view import head_facts, line
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.tracked_progress import TrackedProgress
 
 LOG = logging.getLogger("a flow run")
 T = "00003"
@@ -164,7 +164,7 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
     assert "accuracy 0.8 (best by last report: 0.9, trial 00001): " in second
     outlook = SearchEstimate("e", objective_of("accuracy", "max"))
-    tracker = ProgressTracker(search.state, outlook, 0.0, datetime.now(UTC))
+    tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
     assert "; best by last report: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
     assert results.best.trial == "00001"
@@ -191,11 +191,11 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
     search.goes(others, Paused(trial="00004", reason="turn"))
     assert "loss 0.7 (best by last report: 0.5, trial 00003): turn" in caplog.messages[-1]
-    tracker = ProgressTracker(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
+    tracker = TrackedProgress(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
     assert "best by last report: trial 00003, loss 0.5" in line(tracker.state(1.0))
     worse = StepReport(step=3, metrics={"loss": 0.9})
     search.log.reported(StepReported(T, worse, asks=False), search.state)
-    tracker.reported(T, worse, search.state, 2.0)
+    tracker.reported(T, worse, 2.0)
     best = head_facts(tracker.state(3.0))["best"]
     assert best == "by last report: trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 

@@ -359,8 +359,8 @@ def test_while_a_trial_runs_the_page_says_its_host_its_newest_step_and_of_which_
         search.adds(name, {"x": int(name)})
         search.starts(name)
         search.trains(name, 1, {"loss": 0.5})
-    search.history.add_latest("1", StepReport(step=59, metrics={"loss": 0.25}))
-    page = markdown(replace(search.report_input(), age="01:32:20 UTC, 58 s before this page was drawn"))
+    newest = {"1": StepReport(step=59, metrics={"loss": 0.25})}
+    page = markdown(replace(search.report_input(newest=newest), age="01:32:20 UTC, 58 s before this page was drawn"))
     assert "| **as of** | 01:32:20 UTC, 58 s before this page was drawn |" in page
     assert "The same in every row: status running, host gpu-1." in page
     assert "| trial | step | loss |" in page

@@ -24,9 +24,9 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.tracked_progress import TrackedProgress
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -38,19 +38,19 @@ class Search:
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet(first_generation("e"))
         self.now = 0.0
-        self.tracker = ProgressTracker(self.experiment, outlook, self.now, NOON)
+        self.tracker = TrackedProgress(self.experiment, outlook, self.now, NOON)
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
-            self.tracker.applied(event, self.experiment, NOON, self.now)
+            self.tracker.happens(event, self.experiment, self.now)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
             self.happens(TrialAdded(trial=trial, config={"lr": 0.1}), Started(trial=trial, attempt=1, from_step=0))
 
     def reports(self, trial: str, step: int, loss: float) -> None:
-        self.tracker.reported(trial, report(step, loss), self.experiment, self.now)
+        self.tracker.reported(trial, report(step, loss), self.now)
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -112,7 +112,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.tracker.applied(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON, 0.0)
+    search.tracker.happens(Started(trial="0", attempt=2, from_step=0), search.experiment, 0.0)
     assert search.tracker.state(1.0).best is None
 
 

@@ -27,9 +27,9 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.terminal.progress_state import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.tracked_progress import TrackedProgress
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -55,7 +55,7 @@ class SimulatedSearch:
         self.step_of: dict[str, int] = {}
         self.next_at: dict[str, float] = {}
         outlook = SearchEstimate("e", trial_count=self.trials, step_count=self.steps, slot_count=self.slots)
-        self.tracker = ProgressTracker(self.experiment, outlook, 0.0, NOON)
+        self.tracker = TrackedProgress(self.experiment, outlook, 0.0, NOON)
         self._fill()
 
     def left(self) -> timedelta | None:
@@ -73,7 +73,7 @@ class SimulatedSearch:
 
     def happens(self, event: Event) -> None:
         self.experiment = self._after(event)
-        self.tracker.applied(event, self.experiment, NOON, self.now)
+        self.tracker.happens(event, self.experiment, self.now)
 
     def _after(self, event: Event) -> Experiment:
         self.number += 1
@@ -96,7 +96,7 @@ class SimulatedSearch:
         step = self.step_of[trial] = self.step_of[trial] + 1
         seconds = step * self.step_seconds
         report = StepReport(step=step, metrics={}, trained_seconds=seconds)
-        self.tracker.reported(trial, report, self.experiment, self.now)
+        self.tracker.reported(trial, report, self.now)
         self.happens(Reported(trial=trial, report=report))
         if self.saves_every and step % self.saves_every == 0:
             saved = CheckpointRef(step=step, sequence=self.number, trained_seconds=seconds)
@@ -140,7 +140,7 @@ def test_the_estimate_is_true_after_a_resume_with_the_steps_that_are_trained_aga
 
 def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_run() -> None:
     state = after_event(nothing_yet(first_generation("e")), TrialAdded(trial="a", config={}, own_journal=True), 1)
-    tracker = ProgressTracker(state, SearchEstimate("e", trial_count=1, step_count=100), 0.0, NOON)
+    tracker = TrackedProgress(state, SearchEstimate("e", trial_count=1, step_count=100), 0.0, NOON)
     saved = CheckpointRef(step=50, sequence=3)
     reports = (Reported(trial="a", report=StepReport(step=step, metrics={})) for step in range(1, 51))
     entries: list[tuple[float, float, tuple[Event, ...]]] = [  # when they arrive, when they were written, events
@@ -152,9 +152,9 @@ def test_steps_of_an_earlier_run_that_the_journal_has_late_are_no_steps_of_this_
     for number, (now, at, events) in enumerate(entries, 1):
         event = Absorbed(trial="a", number=number, events=events, at=(NOON + timedelta(seconds=at)).isoformat())
         state = after_event(state, event, number + 1)
-        tracker.applied(event, state, NOON, now)
+        tracker.happens(event, state, now)
     for step in range(51, 61):
-        tracker.reported("a", StepReport(step=step, metrics={}), state, step - 50.0)
+        tracker.reported("a", StepReport(step=step, metrics={}), step - 50.0)
         left = tracker.state(step - 50.0).left
         assert left is not None
         assert left.total_seconds() == pytest.approx(100 - step, rel=0.05)
@@ -176,7 +176,7 @@ def test_the_time_in_which_attempts_start_counts_for_each_attempt_and_not_for_ea
 
 def test_without_a_number_of_steps_new_trials_train_as_many_as_the_finished_ones() -> None:
     search = SimulatedSearch(slots=2, trials=6, steps=10, step_seconds=3)
-    search.tracker = ProgressTracker(
+    search.tracker = TrackedProgress(
         nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=6, slot_count=2), 0.0, NOON
     )
     search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
@@ -199,7 +199,7 @@ def test_reports_that_arrive_together_are_not_taken_for_fast_steps() -> None:
     search = SimulatedSearch(slots=1, trials=1, steps=100, step_seconds=float("inf"))
     for now, steps in ((20.0, range(1, 21)), (40.0, range(21, 41))):
         for step in steps:
-            search.tracker.reported("00000", StepReport(step=step, metrics={}), search.experiment, now)
+            search.tracker.reported("00000", StepReport(step=step, metrics={}), now)
     search.now = 40.0
     assert search.left() == timedelta(seconds=60)
 
@@ -215,7 +215,7 @@ def test_a_paused_trial_trains_no_more() -> None:
 def test_a_paused_member_of_a_population_has_its_steps_left() -> None:
     search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1, saves_every=2)
     outlook = SearchEstimate("e", trial_count=2, step_count=10, resumes_paused=True)
-    search.tracker = ProgressTracker(search.experiment, outlook, 0.0, NOON)
+    search.tracker = TrackedProgress(search.experiment, outlook, 0.0, NOON)
     search.run(until=2)
     search.happens(Paused(trial="00000", reason="its turn is over"))
     assert search.tracker.state(2.0).share == 0.1
@@ -241,7 +241,7 @@ def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
 ) -> None:
     outlook = SearchEstimate("e", trial_count=3, step_count=10, first_pause=first_pause)
     search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1)
-    search.tracker = ProgressTracker(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
+    search.tracker = TrackedProgress(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
     search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
     search._fill()
     search.run(until=1)
@@ -251,7 +251,7 @@ def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
     search.happens(Started(trial="00001", attempt=1, from_step=0))
     for at in range(1, step + 1):
         report = StepReport(step=at, metrics={})
-        search.tracker.reported("00001", report, search.experiment, 1.0 + at)
+        search.tracker.reported("00001", report, 1.0 + at)
     shown = search.tracker.state(1.0 + step)
     assert (shown.left, shown.may_take_longer) == (timedelta(seconds=seconds), True)
 
@@ -260,7 +260,7 @@ def test_before_the_first_pause_of_a_promotion_search_its_time_left_is_a_least_a
     for pauses in (first_pause(ASHA(9, grace_period=3, variant="promotion")), None):
         search = SimulatedSearch(slots=1, trials=1, steps=10, step_seconds=1)
         outlook = SearchEstimate("e", trial_count=1, step_count=10, first_pause=pauses)
-        search.tracker = ProgressTracker(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
+        search.tracker = TrackedProgress(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
         search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
         search._fill()
         search.run(until=2)

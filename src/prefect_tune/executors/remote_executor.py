@@ -18,9 +18,10 @@ from prefect_tune.attempt.search_link import EntryWritten, LatestReport, StepRep
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Entry, Opened, Reported, Started
-from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, newest_live_status
+from prefect_tune.core.messages.live_status import LiveStatus, newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.layout import JournalKey, TrialKey

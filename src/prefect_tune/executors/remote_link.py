@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
-from prefect_tune.attempt.search_link import Answer, AnsweringLink, StepReported
+from prefect_tune.attempt.search_link import Answer, AnsweringLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
@@ -27,7 +27,8 @@ from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.monitoring.live_status import LiveStatusObserver
+from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.runtime.trainable import Reuse
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
@@ -117,8 +118,8 @@ class StoreLink(AnsweringLink):
         self._warned = ""
         self._pool: TrialProcessPool | None = None
         self._watching: threading.Thread | None = None
-        self._live: LiveStatusObserver | None = None
-        self._journal: Experiment | None = None
+        self._recorder: AttemptRecorder | None = None
+        self._live: LiveStatusPublisher | None = None
 
     def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
         return StoreLink, (self._target, self._trial, self._attempt, self._live_period, self._sharing)
@@ -146,21 +147,22 @@ class StoreLink(AnsweringLink):
         self._begin_to_watch()
 
     def reported(self, report: StepReport, *, asks: bool) -> None:
-        if self._live is not None and self._journal is not None:
-            self._live.reported(StepReported(self._trial.trial, report, asks), self._journal)
+        if self._recorder is not None:
+            self._recorder.record(self._trial.trial, report)
         if asks:
             self._asked = report.step
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
-        self._journal = experiment
-        if self._live is None:
-            self._live = LiveStatusObserver(self._target, experiment, self._live_period)
+        if self._recorder is None or self._live is None:
+            self._recorder = AttemptRecorder(experiment)
+            self._live = LiveStatusPublisher(self._target, self._recorder.attempts, self._live_period)
         for event in events:
-            self._live.applied(event, experiment)
+            self._recorder.applied(event, experiment)
             if isinstance(event, Started):
                 self._attempt = event.attempt
+                self._live.begin()
 
     def close(self) -> None:
         """Stop polling for answers, and publishing."""

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -28,11 +28,13 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.running_attempts import RunningAttempts, RunningAttemptsView
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import StepReport, digest_of
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of
@@ -240,12 +242,13 @@ _TRIALS = 10
 class Reporter(SearchObserver):
     """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
 
-    def __init__(self, target: StorageTarget, experiment: Experiment, outlook: SearchEstimate, log: Log) -> None:
+    def __init__(self, target: StorageTarget, attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> None:
+        experiment = attempts.view().experiment
         self._target = target
+        self._attempts = attempts
         self._outlook = outlook
         self._log = log
         self._guard = threading.Lock()
-        self._experiment = experiment
         self._begun_at = experiment.number
         self._metrics = _metrics_of(experiment)
         self._early: list[tuple[Event | search_link.StepReported, datetime]] | None = None
@@ -256,20 +259,19 @@ class Reporter(SearchObserver):
         self._publisher = ArtifactPublisher(self._artifacts, REFRESH_PERIOD, log, _earlier(experiment, target.uri))
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._note(event, experiment)
+        del experiment
+        self._note(event)
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        self._note(step, experiment)
+        del experiment
+        self._note(step)
 
     def latest(self, newest: search_link.LatestReport) -> None:
-        with self._guard:
-            self._history.add_latest(newest.trial, newest.report)
+        del newest
         self._publisher.stir()
 
     def wrote(self, experiment: Experiment) -> None:
-        with self._guard:
-            if experiment.number >= self._experiment.number:
-                self._experiment = experiment
+        del experiment
         self._publisher.stir()
 
     def conclude(self) -> None:
@@ -284,10 +286,9 @@ class Reporter(SearchObserver):
         """Publish nothing more: another run owns the experiment and its report now."""
         self._publisher.leave()
 
-    def _note(self, news: Event | search_link.StepReported, experiment: Experiment) -> None:
+    def _note(self, news: Event | search_link.StepReported) -> None:
         now = datetime.now(UTC)
         with self._guard:
-            self._experiment = experiment
             if self._early is not None and len(self._early) < _MOST_EARLY:
                 self._early.append((news, now))
             else:
@@ -299,34 +300,35 @@ class Reporter(SearchObserver):
     def _artifacts(self) -> Sequence[ArtifactContent]:
         if self._early is not None:
             self._catch_up()
+        drawn = drawn_trials(self._attempts.view().experiment)
         with self._guard:
-            experiment = self._experiment
-        drawn = drawn_trials(experiment)
-        with self._guard:  # both of one moment: a history that is ahead has trials that the experiment lacks
-            experiment, history = self._experiment, self._history.view(drawn)
-        now = datetime.now(UTC)
+            history = self._history.view(drawn)
+        attempts = self._attempts.view()  # after the history, which must not have trials that the experiment lacks
+        experiment, now = attempts.experiment, datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=_age_of(experiment, now))
+        age, newest = _age_of(experiment, now), attempts.newest
+        found = report_input_of(experiment, history, uri=uri, now=now, expected=expected, age=age, newest=newest)
         page = page_of(found, link_to)
         said = f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), said)
-        return [report, *self._progress(experiment, history), *self._progress_of_trials(experiment, history)]
+        return [report, *self._progress(attempts), *self._progress_of_trials(attempts, history)]
 
     def _catch_up(self) -> None:
         """Read the entries of earlier runs, then add the events since this run began."""
-        before = self._before()
+        experiment = self._attempts.view().experiment
+        before = self._before(experiment.key)
         with self._guard:
-            self._history = before or self._fresh(self._experiment, is_whole=False)
+            self._history = before or self._fresh(experiment, is_whole=False)
             for news, at in self._early or ():
                 _add(self._history, news, at)
             self._early = None
 
-    def _before(self) -> ExperimentHistory | None:
+    def _before(self, key: JournalKey) -> ExperimentHistory | None:
         if self._begun_at > _LONGEST_HISTORY:
             return None
         try:
             with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
-                entries = with_retries(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
+                entries = with_retries(lambda: entries_beyond(store, key, 0, side_by_side=transfers))
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None
@@ -340,36 +342,34 @@ class Reporter(SearchObserver):
 
     # ------------------------------------------------------------------------------------------------- progress
 
-    def _progress(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
+    def _progress(self, attempts: RunningAttemptsView) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
+        experiment = attempts.experiment
         if self._outlook.trial_count is None or not experiment.trials:
             return
-        newest = history.newest
         expected = max(self._outlook.trial_count, len(experiment.trials))  # an earlier run may have asked for more
-        share = share_of_search(experiment.trials.values(), newest, self._outlook) or 0.0
+        share = share_of_search(experiment.trials.values(), attempts.newest, self._outlook) or 0.0
         over = sum(each.phase in ENDED for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
         if expected == 1:
             trial = next(iter(experiment.trials.values()))
-            said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
+            said = f"Experiment {experiment.name}: {_said(trial, attempts.newest(trial.trial), self._outlook)}"
         yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(100 * share, 1), said)
 
-    def _progress_of_trials(self, experiment: Experiment, history: HistoryView) -> Iterator[ArtifactContent]:
+    def _progress_of_trials(self, attempts: RunningAttemptsView, history: HistoryView) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials; that of a trial that has ended is deleted."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
-        running = [name for name in history.newest if experiment.trial(name).phase is Phase.RUNNING]
+        running = [name for name, each in attempts.running.items() if each.report]
         runs = {each.trial: each.owner for each in history.attempts}
         still = [name for name in self._followed if name in running]
         self._followed = [*still, *(name for name in running if name not in still)][:_TRIALS]
         for name in self._followed:
-            yield self._progress_of_trial(experiment, name, (history.newest, runs.get(name)))
+            yield self._progress_of_trial(attempts, name, runs.get(name))
 
-    def _progress_of_trial(
-        self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
-    ) -> ArtifactContent:
-        newest, owner = known
-        trial, report = experiment.trial(name), newest.get(name)
+    def _progress_of_trial(self, attempts: RunningAttemptsView, name: str, owner: Owner | None) -> ArtifactContent:
+        experiment, report = attempts.experiment, attempts.newest(name)
+        trial = experiment.trial(name)
         said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
         share = round(100 * share_of_trial(trial, report, self._outlook), 1)
         key = _trial_progress_key(experiment, name, self._target.uri)

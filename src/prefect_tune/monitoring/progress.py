@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from prefect_tune.attempt import search_link
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html
 from prefect_tune.core.journal_events import Event
@@ -43,15 +44,12 @@ class Progress(SearchObserver):
         self.is_shown = False
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._tracker.applied(event, experiment, datetime.now(UTC).astimezone(), time.monotonic())
+        self._tracker.applied(event, experiment, datetime.now(UTC).astimezone())
         self._log_now_and_then()
 
     def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
-        self._tracker.reported(step.trial, step.report, experiment, time.monotonic())
+        del step, experiment
         self._log_now_and_then()
-
-    def latest(self, newest: search_link.LatestReport) -> None:
-        self._tracker.latest(newest.trial, newest.report, time.monotonic())
 
     def log_progress(self) -> None:
         """Log the progress."""
@@ -93,18 +91,18 @@ class Progress(SearchObserver):
 
 @contextmanager
 def progress(
-    experiment: Experiment, outlook: SearchEstimate, log: Log, stop: threading.Event, *, in_terminal: bool
+    attempts: RunningAttempts, outlook: SearchEstimate, log: Log, stop: threading.Event, *, in_terminal: bool
 ) -> Iterator[SearchObserver]:
     """Yield the listener that shows the progress of a search or a single training; log one final line unless it raises.
 
     Args:
-        experiment: its state when this run begins.
+        attempts: the record of this run's attempts.
         outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
         log: of the flow run.
         stop: whether the search is asked to stop.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = _begun(experiment, outlook, log)
+    seen = _begun(attempts, outlook, log)
     if (output := output_here()) is not None:
         seen.is_shown = True
         with live_output(output, seen.draw_html, seen.fall_back, stop):
@@ -118,6 +116,6 @@ def progress(
     seen.conclude()
 
 
-def _begun(experiment: Experiment, outlook: SearchEstimate, log: Log) -> Progress:
-    tracker = ProgressTracker(experiment, outlook, time.monotonic(), datetime.now(UTC))
-    return Progress(tracker, log, link=link_to(experiment.owner) if experiment.owner is not None else None)
+def _begun(attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> Progress:
+    owner = attempts.view().experiment.owner
+    return Progress(ProgressTracker(attempts, outlook, time.monotonic()), log, link=link_to(owner) if owner else None)

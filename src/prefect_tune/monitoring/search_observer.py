@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.search_link import LatestReport, StepReported
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
+from prefect_tune.core.models import StepReport
+from prefect_tune.journal_access import new_write_id
 
 
 class SearchObserver:
@@ -77,3 +81,27 @@ class DisplayGroup(ObserverGroup):
                 name = type(each).__name__
                 self._log.exception("%s failed, and shows nothing from now on; the search continues", name)
                 self._listeners = tuple(other for other in self._listeners if other is not each)
+
+
+class AttemptRecorder(SearchObserver):
+    """Records what the attempts of a search report; what shows the search reads `attempts`, so this one comes first."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.attempts = RunningAttempts(experiment, new_write_id().at, time.monotonic())
+
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        self.attempts.applied(event, experiment, new_write_id().at, time.monotonic())
+
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
+        del experiment
+        self.record(step.trial, step.report)
+
+    def record(self, trial: str, report: StepReport) -> None:
+        """Record the report of a step that is trained now."""
+        self.attempts.reported(trial, report, new_write_id().at, time.monotonic())
+
+    def latest(self, newest: LatestReport) -> None:
+        self.attempts.latest(newest.trial, newest.report, newest.at, time.monotonic())
+
+    def wrote(self, experiment: Experiment) -> None:
+        self.attempts.wrote(experiment)

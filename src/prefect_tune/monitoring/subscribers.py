@@ -18,10 +18,10 @@ from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status import LiveStatusObserver
+from prefect_tune.monitoring.live_status import LiveStatusPublisher
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.monitoring.search_observer import DisplayGroup, ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.time_left import SearchEstimate
@@ -66,16 +66,17 @@ class Subscribers:
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
+        recorder = AttemptRecorder(journal_writer.experiment)
         lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
         callbacks.start(journal_writer.experiment)
         try:
             with (
-                reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
+                reported(Reporter(self._target, recorder.attempts, self._outlook, log), stop) as reporter,
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
-                progress(journal_writer.experiment, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
-                LiveStatusObserver(self._target, journal_writer.experiment, self._live_period, runs) as live,
+                progress(recorder.attempts, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
+                LiveStatusPublisher(self._target, recorder.attempts, self._live_period, runs),
             ):
-                shows = DisplayGroup([lines, emitter, seen, reporter, live], log)
+                shows = DisplayGroup([recorder, lines, emitter, seen, reporter], log)
                 yield ObserverGroup([keeper, callbacks, shows])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():

@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key, with_report
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import flat
+from prefect_tune.core.models import StepReport, flat
 from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
@@ -93,7 +93,7 @@ class ReportInput:
         return {name: value for name, value in first.items() if name not in self.cells and name not in self.domains}
 
 
-def report_input_of(  # noqa: PLR0913  the last two are known to some callers only
+def report_input_of(  # noqa: PLR0913  the last three are known to some callers only
     experiment: Experiment,
     history: HistoryView,
     *,
@@ -101,10 +101,21 @@ def report_input_of(  # noqa: PLR0913  the last two are known to some callers on
     now: datetime,
     expected: int | None = None,
     age: str = "",
+    newest: Callable[[str], StepReport | None] = lambda _: None,
 ) -> ReportInput:
-    """Return the data for a report of the experiment; `history` has the curves of `drawn_trials`."""
+    """Return the data for a report of the experiment.
+
+    Args:
+        experiment: by its journal.
+        history: with the curves of `drawn_trials`.
+        uri: of the target.
+        now: the time of the report.
+        expected: the expected number of trials.
+        age: how old the report is, in words.
+        newest: returns the newest report of a running trial, which the journal may not have yet.
+    """
     objective = objective_in(experiment.settings)
-    trials = [with_report(each, history.newest.get(each.trial)) for each in experiment.trials.values()]
+    trials = [with_report(each, newest(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
     domains = _domains(experiment.settings.get("space"))
     return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, age, _cells(trials), domains)

@@ -177,8 +177,6 @@ class HistoryView:
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
     costs: Costs = Costs()
-    newest: Mapping[str, StepReport] = field(default_factory=dict)
-    """The last reports of running attempts, which the journal may not have yet."""
     is_whole: bool = True
     """Whether it begins with the journal's first entry."""
 
@@ -203,8 +201,6 @@ class ExperimentHistory:
         self._ended_at: dict[str, datetime] = {}  # attempts that ended without an entry of their own
         self._ownerships: list[OwnershipPeriod] = []
         self._steps: dict[str, int] = {}  # the last step of each trial
-        self._newest: dict[str, StepReport] = {}  # of running attempts
-        self._latest: dict[str, StepReport] = {}  # of running attempts, ahead of the reports before it
         self._costs = Costs()
 
     def add_entry(self, entry: Entry) -> None:
@@ -256,11 +252,6 @@ class ExperimentHistory:
         if trial in self._open:
             self._report(trial, report)
 
-    def add_latest(self, trial: str, report: StepReport) -> None:
-        """Take in the newest report of an attempt before those that precede it; it is no point of a curve yet."""
-        if trial in self._open:
-            self._latest[trial] = report
-
     def set_owner(self, owner: Owner, term: int, at: datetime) -> None:
         """Record the owner, if the entry with the change of owner was not passed to `add_entry`."""
         if not self._ownerships or self._ownerships[-1].term != term:
@@ -280,13 +271,8 @@ class ExperimentHistory:
             ),
             ownerships=tuple(self._ownerships),
             costs=self._costs,
-            newest={**self._newest, **self._ahead()},
             is_whole=self._is_whole,
         )
-
-    def _ahead(self) -> Mapping[str, StepReport]:
-        """Return the latest reports that are newer than those in the order of the steps."""
-        return {trial: each for trial, each in self._latest.items() if each.step > self._steps.get(trial, 0)}
 
     # -------------------------------------------------------------------------------------------- one event
 
@@ -328,15 +314,12 @@ class ExperimentHistory:
         for series in self._curves.get(trial, {}).values():
             series.cut(event.from_step)
         self._steps[trial] = event.from_step
-        self._newest.pop(trial, None)
-        self._latest.pop(trial, None)
 
     def _report(self, trial: str, report: StepReport) -> None:
         if report.step <= self._steps.get(trial, 0):
             return
         self._add_points(trial, report.step, report.metrics)
         self._steps[trial] = report.step
-        self._newest[trial] = report
 
     def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
         """Add a step's numbers to the curves of the trial."""
@@ -374,8 +357,6 @@ class ExperimentHistory:
     def _ended(self, trial: str, end: AttemptEnd, at: datetime) -> None:
         """End an attempt; one that died counts until its last entry, not until its death was detected."""
         place = self._open.pop(trial, None)
-        self._newest.pop(trial, None)
-        self._latest.pop(trial, None)
         if place is None:
             return
         attempt = self._attempts[place]

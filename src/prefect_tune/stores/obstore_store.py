@@ -41,9 +41,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.path_validation import checked_folder, checked_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -17,9 +17,8 @@ from prefect_tune.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix_files import (
     FileSystemCalls,
     Publisher,

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.running_attempts import AttemptTimes, RunningAttempts
 from prefect_tune.core.experiment.summary import ranked
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
 from prefect_tune.core.journal_events import (
-    Absorbed,
     AttemptEnded,
     Decided,
     Event,
     Finished,
     GaveUp,
-    Paused,
     Quarantined,
-    Reported,
     Requeued,
     Started,
     events_in,
@@ -29,8 +27,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.formatting import parse_time
-from prefect_tune.terminal.time_left import AttemptTimes, SearchEstimate, seconds_left
+from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
 
 _NOTES = 50
 _ERRORS = 5
@@ -82,117 +79,51 @@ class ProgressState:
 
 
 class ProgressTracker:
-    """Collects the events and reports of a search, in the search's thread; `state` may be called from another one.
+    """Adds what the table shows to the record of attempts: notes, rungs, rates. `state` may be called in any thread.
 
     The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
 
-    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float, at: datetime) -> None:
+    def __init__(self, attempts: RunningAttempts, outlook: SearchEstimate, now: float) -> None:
+        """Args: attempts: of the search; each event is in it before it is passed to `applied`."""
+        self._attempts = attempts
         self._outlook = outlook
         self._began = now
-        self._began_at = at
         self._guard = threading.Lock()
-        self._experiment = experiment
-        self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
-        self._latest: dict[str, StepReport] = {}  # those of attempts elsewhere, ahead of the reports before it
-        self._report_count = 0
         self._rungs = Counter(
             each.report.step
-            for trial in experiment.trials.values()
+            for trial in attempts.view().experiment.trials.values()
             for each in trial.past
             if each.report
             if each.what == "decided"
         )
         self._notes: deque[Note] = deque(maxlen=_NOTES)
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
-        running = (each for each in experiment.trials.values() if each.status is Status.RUNNING)
-        self._attempts = {each.trial: [AttemptTimes(now, each.step)] for each in running}
 
-    # --------------------------------------------------------------------------------------------------- updates
-
-    def applied(self, event: Event, experiment: Experiment, at: datetime, now: float) -> None:
+    def applied(self, event: Event, experiment: Experiment, at: datetime) -> None:
         """Take in a journaled event and the state after it."""
         with self._guard:
-            self._experiment = experiment
             for each in events_in(event):
-                self._receive(each, at, now)
-            if isinstance(event, Absorbed) and self._is_earlier(event):
-                self._forget_times(event.trial, now)
-
-    def _is_earlier(self, event: Absorbed) -> bool:
-        """Whether the entry was written before this run, which learns of it only now."""
-        written_at = parse_time(event.at or "")
-        return written_at is not None and written_at < self._began_at
-
-    def _forget_times(self, trial: str, now: float) -> None:
-        """Measure the trial's present attempt from now on: the steps so far are not those of this run."""
-        if trial in self._attempts:
-            self._attempts[trial] = [AttemptTimes(now, self._attempts[trial][-1].step)]
-
-    def reported(self, trial: str, report: StepReport, experiment: Experiment, now: float) -> None:
-        """Take in a step's report as soon as the step is trained."""
-        with self._guard:
-            self._experiment = experiment
-            self._reported(trial, report, now)
-
-    def latest(self, trial: str, report: StepReport, now: float) -> None:
-        """Take in the newest report of an attempt, before those that precede it."""
-        with self._guard:
-            if trial in self._attempts:
-                self._latest[trial] = report
-                self._attempts[trial][-1].report(report.step, now)
-
-    def _receive(self, event: Event, at: datetime, now: float) -> None:
-        match event:
-            case Reported(trial=trial, report=report):
-                self._reported(trial, report, now)
-            case Started(trial=trial, from_step=step):
-                self._live.pop(trial, None)
-                self._latest.pop(trial, None)
-                self._attempts.setdefault(trial, []).append(AttemptTimes(now, step))
-            case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Finished(trial=trial) | Paused(trial=trial):
-                self._live.pop(trial, None)
-                self._latest.pop(trial, None)
-                self._end_attempt(trial, now)
-            case Decided(report=report):
-                self._rungs[report.step] += 1
-            case _:
-                pass
-        if (note := _note_of(event, at, self._experiment)) is not None:
-            self._notes.append(note)
-
-    def _reported(self, trial: str, report: StepReport, now: float) -> None:
-        """Count a report once: `reported` gets it first, and the journal's event brings it again."""
-        known = self._live.get(trial)
-        if known is None or report.step > known.step:
-            self._live[trial] = report
-            self._report_count += 1
-            if trial in self._attempts:
-                self._attempts[trial][-1].report(report.step, now)
-
-    def _end_attempt(self, trial: str, now: float) -> None:
-        for attempt in self._attempts.get(trial, ())[-1:]:
-            if attempt.ended is None:
-                attempt.ended = now
+                if isinstance(each, Decided):
+                    self._rungs[each.report.step] += 1
+                if (note := _note_of(each, at, experiment)) is not None:
+                    self._notes.append(note)
 
     # ----------------------------------------------------------------------------------------------------- reading
 
     def state(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
-            experiment, live, latest = self._experiment, dict(self._live), dict(self._latest)
-            notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
-            attempts = {trial: tuple(each) for trial, each in self._attempts.items()}
+            notes, rungs = tuple(self._notes), dict(self._rungs)
+        attempts = self._attempts.view()
+        experiment = attempts.experiment
         trials = list(experiment.trials.values())
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
-        left = None if experiment.ends else self._left(now, trials, attempts)
+        left = None if experiment.ends else self._left(now, trials, attempts.times)
         may_resume = outlook.first_pause is not None or any(each.phase is Phase.PAUSED for each in trials)
         newest = [
-            with_report(with_report(each, live.get(each.trial)), latest.get(each.trial))
-            if each.phase is Phase.RUNNING
-            else each
-            for each in trials
+            with_report(each, attempts.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
         ]
         best_first = _best_first(newest, objective)
         others = [each for each in best_first if each.phase is not Phase.RUNNING]
@@ -202,7 +133,7 @@ class ProgressTracker:
             outlook=outlook,
             elapsed=elapsed,
             counts=counts,
-            reports_per_second=self._rate(now, reports),
+            reports_per_second=self._rate(now, attempts.report_count),
             left=left,
             may_take_longer=may_resume and left != self._budget_left(now),
             rungs=dict(sorted(rungs.items())),
@@ -211,10 +142,10 @@ class ProgressTracker:
             best=next(iter(best_first), None),
             notes=notes,
             errored=[each for each in trials if each.status is Status.ERRORED][:_ERRORS],
-            share=share_of_search(trials, live, outlook),
+            share=share_of_search(trials, attempts.newest, outlook),
             ended_because=experiment.ends,
             lacking_count=counts[Status.COMPLETED] - compared if objective else 0,
-            has_trained=bool(attempts),
+            has_trained=bool(attempts.times),
         )
 
     def _rate(self, now: float, reports: int) -> float:
@@ -250,16 +181,14 @@ def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
     return [each for each, _ in ranked(trials, objective)]
 
 
-def share_of_search(trials: Collection[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float | None:
+def share_of_search(
+    trials: Collection[Trial], newest: Callable[[str], StepReport | None], outlook: SearchEstimate
+) -> float | None:
     """Return the share of the search's training that is done; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
-    return min(1.0, share_of_trials(trials, live, outlook) / max(1, outlook.trial_count, len(trials)))
-
-
-def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float:
-    """Return the sum of the shares of training done."""
-    return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
+    done = sum(share_of_trial(each, newest(each.trial), outlook) for each in trials)
+    return min(1.0, done / max(1, outlook.trial_count, len(trials)))
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 
+from prefect_tune.core.experiment.running_attempts import AttemptTimes
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Scheduler
@@ -39,41 +40,6 @@ class SearchEstimate:
     """Whether it is a single training, not a search."""
     resumes_paused: bool = False
     """Whether every paused trial trains on, as in a population that takes turns."""
-
-
-@dataclass
-class AttemptTimes:
-    """The times of one attempt's reports, in seconds of a monotonic clock."""
-
-    began: float
-    from_step: int
-    first: tuple[float, int] | None = None
-    """The time and the step of the first report; the last one of those that arrived at the same time."""
-    last: tuple[float, int] | None = None
-    ended: float | None = None
-
-    def report(self, step: int, now: float) -> None:
-        """Take in a report; one that is not newer than the last is known already."""
-        if step <= self.step:
-            return
-        if self.first is None or self.first[0] == now:
-            self.first = now, step
-        self.last = now, step
-
-    @property
-    def step(self) -> int:
-        """The last step."""
-        return self.last[1] if self.last else self.from_step
-
-    def between_reports(self) -> tuple[float, int]:
-        """Return the time between the first and the last report, and the number of steps in it."""
-        if self.first is None or self.last is None:
-            return 0.0, 0
-        return self.last[0] - self.first[0], self.last[1] - self.first[1]
-
-    def until_first_report(self) -> tuple[float, int]:
-        """Return the time until the first report, and the number of steps in it."""
-        return (self.first[0] - self.began, self.first[1] - self.from_step) if self.first else (0.0, 0)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from prefect_tune.journal_access import JournalWriter, read_known
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.live_status import LiveStatusObserver
+from prefect_tune.monitoring.live_status import LiveStatusPublisher
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
-from prefect_tune.monitoring.search_observer import DisplayGroup
+from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup
 from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
@@ -139,16 +139,16 @@ def _driven(
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     outlook = SearchEstimate(state.name, None, 1, training.stopper.step_count, is_training=True)
-    reporter = Reporter(spec.target, state, outlook, log)
-    live = LiveStatusObserver(spec.target, state, spec.sync.live_period)
+    recorder = AttemptRecorder(state)
+    reporter = Reporter(spec.target, recorder.attempts, outlook, log)
     with (
         reported(reporter, stop),
         nullcontext() if is_done else emitting_events(emitter, stop),
-        progress(state, outlook, log, stop, in_terminal=spec.isolation == "process") as shown,
-        live,
+        progress(recorder.attempts, outlook, log, stop, in_terminal=spec.isolation == "process") as shown,
+        LiveStatusPublisher(spec.target, recorder.attempts, spec.sync.live_period),
     ):
         lines = SearchLog(state, None, spec.target.uri, log)
-        observers = DisplayGroup([lines, emitter, reporter, live, shown], log)
+        observers = DisplayGroup([recorder, lines, emitter, reporter, shown], log)
         if not state.questions:  # else they are answered first
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(StopSource(stop))

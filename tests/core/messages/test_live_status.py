@@ -6,6 +6,7 @@ import pytest
 
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -17,7 +18,6 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.messages.live_status import (
     LiveStatus,
-    RunningTrial,
     delete_live_status,
     last_known_steps,
     newest_live_status,

@@ -92,9 +92,9 @@ class JournalBuilder:
         known = self.state.trial(trial)
         self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
-    def report_input(self, expected: int | None = None) -> ReportInput:
-        history = self.history.view(drawn_trials(self.state))
-        return report_input_of(self.state, history, uri=URI, now=self.now, expected=expected)
+    def report_input(self, expected: int | None = None, newest: Mapping[str, StepReport] | None = None) -> ReportInput:
+        history, known = self.history.view(drawn_trials(self.state)), newest or {}
+        return report_input_of(self.state, history, uri=URI, now=self.now, expected=expected, newest=known.get)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:

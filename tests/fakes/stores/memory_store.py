@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
-from prefect_tune.core.storage.object_store import Buffer, Listed
-from prefect_tune.stores.path_validation import checked_folder, checked_path
+from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
 
 
 class MemoryStore:

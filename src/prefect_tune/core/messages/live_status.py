@@ -16,9 +16,9 @@ from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -26,7 +26,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 __all__ = [
     "ExperimentView",
     "LiveStatus",
-    "RunningTrial",
     "delete_live_status",
     "last_known_steps",
     "live_status_of",
@@ -37,20 +36,6 @@ __all__ = [
 
 MOST_PERIOD_SECONDS = 24 * 3600.0
 _TRIES = 3  # a listing may be older than the deletion of what it lists
-
-
-class RunningTrial(Value):
-    """A running attempt of a trial, with its newest report."""
-
-    trial: TrialId
-    attempt: int
-    began_at: str | None = None
-    """None if an earlier owner started the attempt."""
-    host: str | None = None
-    """The machine of its supervisor; None if an earlier owner started the attempt."""
-    report: StepReport | None = None
-    """None before its first step."""
-    reported_at: str | None = None
 
 
 class LiveStatus(Document):

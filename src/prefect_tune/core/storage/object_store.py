@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreRefused, StoreUnavailable
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    InvalidInput,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -21,6 +28,33 @@ def is_too_long(path: str) -> bool:
     if len(path) < 64:  # no character has more than 4 bytes
         return False
     return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
+
+
+TEMPORARY = ".tmp"
+"""The folder below a store's root for unpublished files; never listed, and not a valid path."""
+
+
+def checked_path(path: str) -> str:
+    """Return `path` if it names an object: relative, normalized, `/`-separated, outside `TEMPORARY`.
+
+    Raises:
+        InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY`.
+    """
+    if not is_inside(path):
+        raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' and NUL")
+    if path.partition("/")[0] == TEMPORARY:
+        raise InvalidInput(f"{path!r}: {TEMPORARY!r} is reserved for unpublished files; choose another name")
+    return path
+
+
+def checked_folder(prefix: str) -> str:
+    """Return `prefix` without its closing slash if it names a folder; empty is the root.
+
+    Raises:
+        InvalidInput: see `checked_path`.
+    """
+    folder = prefix.removesuffix("/")
+    return checked_path(folder) if folder else ""
 
 
 @dataclass(frozen=True, slots=True)

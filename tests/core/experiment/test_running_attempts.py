@@ -1,18 +1,13 @@
-"""The running attempts that a search publishes, derived from its events and reports."""
+"""The record of running attempts, derived from the events and reports of a search."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
-from prefect_tune.attempt.search_link import StepReported
-from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.running_attempts import RunningAttempts, RunningTrial
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -26,31 +21,27 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.messages.live_status import RunningTrial
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring import live_status
-from prefect_tune.monitoring.live_status import LiveStatusObserver
 from tests.fakes.checkpoints import first_generation
 
-AT = "2026-11-23T01:00:00+00:00"
+AT, LATER = "2026-11-23T01:00:00.000+00:00", "2026-11-23T02:00:00.000+00:00"
 HERE, ELSEWHERE = (Owner(name="o", host=host, pid=1) for host in ("here", "elsewhere"))
 
 
 class ObservedExperiment:
-    """An experiment, and the observer that receives its events."""
+    """An experiment, and the record that receives its events."""
 
-    def __init__(self, target: LocalTarget) -> None:
+    def __init__(self) -> None:
         self.experiment: Experiment = nothing_yet(first_generation("e"))
         self.count = 0
-        self.target = target
-        self.observer = LiveStatusObserver(target, self.experiment, timedelta(hours=1))
+        self.attempts = RunningAttempts(self.experiment, AT, 0.0)
         self.happens(Opened(experiment="e", generation=1, term=1, owner=HERE))
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.count += 1
             self.experiment = after_event(self.experiment, event, self.count)
-            self.observer.applied(event, self.experiment)
+            self.attempts.applied(event, self.experiment, LATER, 0.0)
 
     def absorbs(self, *events: Event) -> None:
         number = self.experiment.trial("a").absorbed + 1
@@ -58,30 +49,16 @@ class ObservedExperiment:
 
     def reports(self, step: int) -> StepReport:
         report = StepReport(step=step, metrics={"loss": 1 / step})
-        self.observer.reported(StepReported("a", report, asks=False), self.experiment)
+        self.attempts.reported("a", report, LATER, 0.0)
         return report
 
     def running(self) -> Mapping[str, RunningTrial]:
-        return {each.trial: each for each in self.observer._running()[1]}
-
-
-def test_a_trial_that_an_earlier_owner_left_running_is_published_only_while_it_is_run_here(tmp_path: Path) -> None:
-    experiment = nothing_yet(first_generation("e"))
-    for number, event in enumerate((TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)), 1):
-        experiment = after_event(experiment, event, number)
-    run_here: set[str] = set()
-    target = LocalTarget(path=str(tmp_path))
-    observer = LiveStatusObserver(target, experiment, timedelta(hours=1), run_here.__contains__)
-    assert observer._running()[1] == []
-    run_here.add("a")
-    assert observer._running()[1] == [RunningTrial(trial="a", attempt=1)]
+        return self.attempts.view().running
 
 
 @pytest.fixture
-def observed(tmp_path: Path) -> Iterator[ObservedExperiment]:
-    made = ObservedExperiment(LocalTarget(path=str(tmp_path)))
-    yield made
-    made.observer.close()
+def observed() -> ObservedExperiment:
+    return ObservedExperiment()
 
 
 def test_a_trial_with_a_journal_of_its_own_runs_where_that_was_opened(observed: ObservedExperiment) -> None:
@@ -102,7 +79,7 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(obse
     newest = observed.reports(7)
     observed.happens(Reported(trial="a", report=StepReport(step=3, metrics={})))
     assert observed.running()["a"].report == newest
-    assert observed.running()["a"].reported_at
+    assert observed.running()["a"].reported_at == LATER
     observed.happens(
         AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"), Started(trial="a", attempt=2, from_step=0)
     )
@@ -126,24 +103,5 @@ def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: Observed
 
 def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observed: ObservedExperiment) -> None:
     observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-    next_run = LiveStatusObserver(observed.target, observed.experiment, None)
-    assert next_run._running() == (observed.experiment, [RunningTrial(trial="a", attempt=1)])
-
-
-@pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])
-def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
-    error: TuneError, observed: ObservedExperiment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_status, "_FIRST", timedelta(0))
-    written = Path(observed.target.path, "e", "1", "live")
-
-    def searches() -> None:
-        with observed.observer:
-            observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
-            while not list(written.glob("*.json")):
-                time.sleep(0.005)  # the test's timeout ends it
-            raise error
-
-    with pytest.raises(type(error)):
-        searches()
-    assert bool(list(written.glob("*.json"))) is not isinstance(error, Superseded)
+    next_run = RunningAttempts(observed.experiment, LATER, 0.0)
+    assert next_run.view().running == {"a": RunningTrial(trial="a", attempt=1)}
