@@ -22,11 +22,12 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimi
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
+from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, read_journal, read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
-from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
+from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import (
     HOW_TO_CONTINUE,
@@ -198,9 +199,12 @@ def _asked_here(trial: str, question: Question, experiment: str) -> Answered:
 def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
     """Make this run the owner of its experiment, and return the state. `known` is the journal as it was just read.
 
-    Raises what `owner_after` and `restore_experiment_state` raise.
+    Raises what `owner_after` and `restore_experiment_state` raise, and `Superseded` if the experiment of the turn
+    before was deleted since: the answer of a person is for no other experiment, and begins none.
     """
-    plan = turn.plan
+    plan, before = turn.plan, turn.state
+    if before is not None and before.key != known.experiment.key:
+        on_target(plan.target, lambda store: require_not_deleted(store, before.key))
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
     return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)
