@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from prefect_tune.attempt.cancel_and_suspend import send_log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
-from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
+from prefect_tune.core.errors import InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
@@ -24,7 +24,7 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.texts import visible
-from prefect_tune.journal_access import new_write_id, read_journal, read_known
+from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
@@ -128,12 +128,16 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
 
     Raises:
         Pause: the person's answer is invalid: the run is suspended again with the form.
-        ResumeFailed: the experiment cannot be read. No new one was started.
+        ResumeFailed: the experiment cannot be read, or is gone. No new one was started.
     """
     if shown is None:
         return turn
     plan, target = turn.plan, turn.plan.target
     known = turn.known or with_retries(lambda: read_known(target, plan.experiment))
+    if not known.experiment.number:
+        none = no_experiment_at(target, plan.experiment)
+        again = "Nothing was started: run the flow anew to train from step 0"
+        raise ResumeFailed(f"this run was suspended, and now {none}. Was it deleted, or is the target another? {again}")
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         plan = question.extended(plan, choice)
