@@ -358,7 +358,8 @@ def test_the_script_on_the_page_finds_altered_bytes(tmp_path: Path, what: str) -
 
 
 def newest_manifest(target: Path) -> Path:
-    return max(target.glob("first/1/trials/trial/checkpoints/*/manifest.json"))
+    manifests = target.glob("first/1/trials/trial/checkpoints/*/manifest.json")
+    return max(manifests, key=lambda each: each.parent.name.partition("-")[2])
 
 
 def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:

@@ -93,9 +93,7 @@ def this_writer() -> Owner:
 
 def is_same_writer(one: Owner | None, other: Owner) -> bool:
     """Return whether two owners from `this_writer` are the same run of a flow, or the same process without one."""
-    if one is None or (one.flow_run, one.attempt) != (other.flow_run, other.attempt):
-        return False
-    return one.flow_run is not None or one.name == other.name
+    return one is not None and one.identity == other.identity
 
 
 Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]

@@ -18,6 +18,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, entries_beyond, load
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.generations import require_not_of_before
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import (
     Opening,
@@ -53,7 +54,7 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
     Another flow run's writes, and those of an earlier try of this one, fail from then on.
 
     Raises:
-        Superseded: this flow run owned the experiment, and another one has taken it over.
+        Superseded: this flow run owned the experiment, and another one has taken it over; or it was deleted.
         InvalidInput: the experiment is a search, which writes its own journal; or the target serves one process only,
             and the flow has a task runner with others.
         ResumeFailed: its journal is damaged, or it is being deleted; nothing was started.
@@ -96,6 +97,8 @@ def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner)
         with transfer_pool() as transfers:
             return earlier_owners(store, state, side_by_side=transfers)
 
+    if state.key.generation > 1:
+        on_target(target, lambda store: require_not_of_before(store, state.key, me.identity))
     if state.owner is None:
         return
     is_older = state.owner.flow_run == me.flow_run is not None and me.attempt < state.owner.attempt

@@ -38,6 +38,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one
+from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.journal_access import JournalWriter, new_write_id
@@ -453,6 +454,37 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
     commit_worker.close()
     assert commit_worker.error is None
     assert harness.reported() == [1, 2]
+
+
+def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_journaled_before_it(
+    harness: CommitHarness,
+) -> None:
+    often(harness, 0.05)
+    commit_worker = harness.attempt()
+    refused: list[str] = []
+
+    def refuse(path: str) -> TuneError | None:
+        if "/journal/" not in path:
+            return None
+        refused.append(path)
+        return StoreUnavailable("503")
+
+    INJECTED.wrong = refuse
+    commit_worker.note(report(1))
+    until(lambda: refused)
+    commit_worker.note(report(2))
+    harness.save(commit_worker, 3)
+    until(lambda: commit_worker.error)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    with pytest.raises(StoreUnavailable):
+        commit_worker.close()
+    INJECTED.wrong = lambda _path: None
+    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        owner = Owner(name="the next", host="here", pid=2)
+        state = take_over(store, first_generation("e"), owner, new_write_id(), side_by_side=map)
+        append(store, state, adopt(store, state), new_write_id())
+    assert harness.reported() == [1, 2, 3]
+    assert [each.step for each in harness.live()] == [3]
 
 
 def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, state_of
+from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, log_failure, state_of
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import Cause, Question
+from prefect_tune.core.storage.layout import TrialKey
 
 _TRACE = "ValueError: lr is too large\nTraceback (most recent call last):\n  ..."
 
@@ -52,3 +58,16 @@ def test_the_result_of_a_failed_attempt_is_its_error() -> None:
     data = state_of(Failed(Cause.USER, _TRACE, at_start=False), "00003").data
     assert isinstance(data, TrialFailed)
     assert str(data) == "trial 00003: ValueError: lr is too large"
+
+
+def test_an_error_of_a_deleted_experiment_is_no_reason_to_leave_out_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed = Failed(Cause.USER, _TRACE, at_start=False)
+    for generation, trial in ((1, "00000"), (1, "00001"), (2, "00001"), (2, "00002")):
+        key = TrialKey(experiment="used-again", generation=generation, trial=trial)
+        spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=key)
+        log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
+    traced = ["Traceback" in each for each in caplog.messages]
+    assert traced == [True, False, True, False]
+    assert caplog.messages[3].endswith("the same error as that of trial 00001")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,14 +20,15 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.journal_events import Event, Finished, Opened, Owner, Started, TrialAdded
 from prefect_tune.core.messages.live_status import newest_live_status
-from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
+from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.executors import remote_link
-from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.remote_link import PoolSharing, StoreLink
 from prefect_tune.monitoring import live_status
+from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.trial_processes import until
 
@@ -98,6 +102,26 @@ def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
     ends.say(PROCEED, 3)
     until(lambda: PROCEED in ends.received)
     assert ends.received == [LEAVE, PROCEED]
+
+
+def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[object] = []
+
+    @contextmanager
+    def worker_pool(search: Hashable, _reuse: Reuse) -> Iterator[Any]:
+        pools.append(search)
+        yield SimpleNamespace(process=lambda *_: nullcontext())
+
+    monkeypatch.setattr(remote_link, "worker_pool", worker_pool)
+    start, log = cast("Start", None), logging.getLogger("a run")
+    for generation, trial in ((1, "00000"), (1, "00001"), (2, "00000")):
+        key = TrialKey(experiment="e", generation=generation, trial=trial)
+        link = StoreLink(LocalTarget(path=str(tmp_path)), key, 1, sharing=PoolSharing(search_term=1))
+        with link.process(start, log, {}):
+            link.close()
+    assert pools[0] == pools[1] != pools[2]
 
 
 def test_the_newest_report_is_published_before_the_journal_has_it_and_goes_when_the_attempt_ends(

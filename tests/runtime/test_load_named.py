@@ -114,3 +114,16 @@ def test_a_module_that_was_removed_from_the_imported_ones_has_none(monkeypatch: 
 def test_what_is_neither_a_name_nor_a_pickle_is_one_clear_error(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"^stop: its pickle cannot be loaded by Python 3\.\d+\.\d+: "):
         load_named(text, "stop")
+
+
+def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_flow_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials import it by its name: each of them would start the flow again, without end."""
+    call = 'pt.durable_trainable("unguarded:train", target="./runs", experiment="e")'
+    (tmp_path / "unguarded.py").write_text(f"import prefect_tune as pt\n\n{call}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match=r"durable-trainable: the import of module 'unguarded' calls it.*__main__"):
+        load_named("unguarded:train")
+    assert not (tmp_path / "runs").exists()

@@ -1,7 +1,8 @@
-"""The last line of a run that a signal ended: how to resume, by what Prefect offers for it."""
+"""The last line of a run that a signal ended: how to resume, by what Prefect offers for it; a resume of nothing."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 from uuid import UUID, uuid4
@@ -10,8 +11,13 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import ResumeFailed
 from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.suspension.suspend_loop import resumable
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.suspension.continuation import TRAINING_QUESTION
+from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, Shown
+from prefect_tune.suspension.suspend_loop import Turn, first_turn, resumable
 from tests.fakes.checkpoints import first_generation
 
 
@@ -29,3 +35,12 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
     assert resumable(nothing_yet(first_generation("e"))) == f"experiment 'e': all 0 trials have ended; {advice}"
+
+
+def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp_path: Path) -> None:
+    plan = SearchPlan(
+        trainable="tests.trainables.counting:Counting", target=LocalTarget(path=str(tmp_path)), experiment="e"
+    )
+    shown = Shown(key="prefect-tune-how-1", about=HOW_TO_CONTINUE, answer={})
+    with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
+        first_turn(Turn(plan), TRAINING_QUESTION, shown)

@@ -366,7 +366,7 @@ class CommitWorker:
 
     def _saved(self, report: StepReport, directory: Path) -> SavedCheckpoint:
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=self.experiment.number)
-        about = self._about(report, self._reports(report.step))
+        about = self._about(report, [*self._unconfirmed(), *self._reports(report.step)])
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
         return self._tasks.save(key, directory, about, self._trial, reverification)
 
@@ -402,6 +402,11 @@ class CommitWorker:
                 self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
                 raise
             self._unsettled = None
+
+    def _unconfirmed(self) -> Sequence[StepReport]:
+        """Return the reports of the pending entry: a save may be adopted by an owner that does not find that entry."""
+        events = self._unsettled[0] if self._unsettled is not None else ()
+        return [event.report for event in events if isinstance(event, Reported)]
 
     def _reported(self, report: StepReport) -> Reported:
         return Reported(trial=self._spec.trial.trial, report=report, asks=report.step == self.asks_at)

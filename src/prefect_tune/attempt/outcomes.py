@@ -16,6 +16,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Finished, Paused, Question
 from prefect_tune.core.messages.process_messages import EndOfAttempt
 from prefect_tune.core.models import first_line
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.texts import visible
 from prefect_tune.terminal.formatting import error_of
 
@@ -122,12 +123,12 @@ def log_failure(failure: Failed, attempt: int, spec: TrialSpec, search_term: int
     if failure.cause is Cause.PREEMPTED or "\n" not in error:
         return
     trial = spec.trial.trial
-    first = _logged_errors(spec.target.uri, spec.trial.experiment, search_term).setdefault(hash(error), trial)
+    first = _logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(hash(error), trial)
     said = error if first == trial else f"{error_of(error)}, the same error as that of trial {first}"
     log.error("attempt %d failed: %s", attempt, visible(said))
 
 
 @lru_cache(maxsize=8)
-def _logged_errors(_target: str, _experiment: str, _search_term: int) -> dict[int, str]:
+def _logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[int, str]:
     """Return the hashes of the errors that one run of a search has logged here with a traceback, and their trials."""
     return {}

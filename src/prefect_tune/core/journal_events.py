@@ -55,6 +55,11 @@ class Owner(Value):
     attempt: int = 0
     """For a trial's own journal: the number of the attempt that the search started."""
 
+    @property
+    def identity(self) -> str:
+        """The same for all tasks of one run of a flow, or, without a flow, for all owners of this name."""
+        return f"{self.flow_run}/{self.attempt}" if self.flow_run else self.name
+
     def is_behind(self, other: Owner) -> bool:
         """Return whether this attempt was started before `other`'s, by term and attempt; False if unknown."""
         mine, theirs = (self.search_term, self.attempt), (other.search_term, other.attempt)

@@ -43,6 +43,7 @@ from prefect_tune.core.journal_events import (
     Reported,
 )
 from prefect_tune.core.storage.documents import read_document
+from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 
@@ -139,7 +140,7 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     except Superseded:  # its experiment was deleted
         return True
     if not state.number:  # a copy without a journal, or a deleted experiment
-        return store.size(key.manifest_path) is None
+        return store.size(key.manifest_path) is None or is_deleted(store, key.trial.of_experiment)
     found = trial_in(state, key.trial)
     return state.is_removed or (found is not None and is_collectable(found, key))
 

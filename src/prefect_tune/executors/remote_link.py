@@ -137,7 +137,7 @@ class StoreLink(AnsweringLink):
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         self._begin_to_watch()  # a request to stop may arrive while the process waits for its import
-        search = self._target.uri, self._trial.experiment, self._sharing.search_term
+        search = self._target.uri, self._trial.of_experiment, self._sharing.search_term
         own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._sharing.reuse)
         with own as pool, pool.process(start, log, environment, self.stop) as channel:
             yield channel

@@ -37,6 +37,7 @@ from prefect.task_runners import TaskRunner
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.argument_validation import require_valid
 from prefect_tune.prefect_api.local_server import start_prefect_server
+from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -110,6 +111,7 @@ class FlowWithServer(Flow[_P, _R]):
         found: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
+            require_not_importing(self.name)
             arguments = require_valid(self, args, options)
             with self.call_context(self.name), ExitStack() as resources:
                 _have_server(resources, partial(self._prestarted, arguments))

@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections import ChainMap
 from collections.abc import Mapping
+from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -34,7 +35,7 @@ def load_named(name: str, parameter: str = "trainable") -> object:
     module, _, attribute = name.partition(":")
     if not attribute:
         return _unpickled(name, parameter)
-    process = os.getpid()
+    process, before = os.getpid(), _importing.set(module)
     try:
         found: object = importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -43,12 +44,30 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         raise InvalidInput(
             f"{parameter} {name!r}: module {module!r} cannot be imported: {import_advice(error)}"
         ) from error
+    finally:
+        _importing.reset(before)
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as error:
             raise InvalidInput(f"{parameter} {name!r}: {_lacks(found, part)}") from error
     return found
+
+
+_importing: ContextVar[str] = ContextVar("prefect_tune_importing", default="")
+
+
+def require_not_importing(flow: str) -> None:
+    """Refuse a flow that the import of a trainable's module calls: each of its trials would import it again.
+
+    Raises:
+        InvalidInput: a module is being imported by its name.
+    """
+    if module := _importing.get():
+        raise InvalidInput(
+            f"{flow}: the import of module {module!r} calls it, which would start itself again in each trial. Call it "
+            "only under `if __name__ == '__main__':`"
+        )
 
 
 def _unpickled(text: str, parameter: str) -> object:

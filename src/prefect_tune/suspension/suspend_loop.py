@@ -16,17 +16,18 @@ from prefect.runtime import flow_run
 from prefect_tune.attempt.cancel_and_suspend import send_log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
-from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
+from prefect_tune.core.errors import InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
+from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.texts import visible
-from prefect_tune.journal_access import new_write_id, read_journal, read_known
+from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
-from prefect_tune.storage_retries import skip_prefect_introspection, with_retries
+from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import (
     HOW_TO_CONTINUE,
@@ -127,12 +128,16 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
 
     Raises:
         Pause: the person's answer is invalid: the run is suspended again with the form.
-        ResumeFailed: the experiment cannot be read. No new one was started.
+        ResumeFailed: the experiment cannot be read, or is gone. No new one was started.
     """
     if shown is None:
         return turn
     plan, target = turn.plan, turn.plan.target
     known = turn.known or with_retries(lambda: read_known(target, plan.experiment))
+    if not known.experiment.number:
+        none = no_experiment_at(target, plan.experiment)
+        again = "Nothing was started: run the flow anew to train from step 0"
+        raise ResumeFailed(f"this run was suspended, and now {none}. Was it deleted, or is the target another? {again}")
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         plan = question.extended(plan, choice)
@@ -198,9 +203,12 @@ def _asked_here(trial: str, question: Question, experiment: str) -> Answered:
 def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
     """Make this run the owner of its experiment, and return the state. `known` is the journal as it was just read.
 
-    Raises what `owner_after` and `restore_experiment_state` raise.
+    Raises what `owner_after` and `restore_experiment_state` raise, and `Superseded` if the experiment of the turn
+    before was deleted since: the answer of a person is for no other experiment, and begins none.
     """
-    plan = turn.plan
+    plan, before = turn.plan, turn.state
+    if before is not None and before.key != known.experiment.key:
+        on_target(plan.target, lambda store: require_not_deleted(store, before.key))
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
     return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)

@@ -105,3 +105,19 @@ def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observ
     observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
     next_run = RunningAttempts(observed.experiment, LATER, 0.0)
     assert next_run.view().running == {"a": RunningTrial(trial="a", attempt=1)}
+
+
+def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
+    before = ObservedExperiment()
+    before.happens(TrialAdded(trial="a", config={}, own_journal=True))
+    before.attempts = RunningAttempts(before.experiment, LATER, 5.0)
+    opened = Opened(experiment="e", generation=1, trial="a", term=1, owner=ELSEWHERE)
+    before.absorbs(opened, Started(trial="a", attempt=1, from_step=0))
+    before.absorbs(*(Reported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)))
+    view = before.attempts.view()
+    assert (view.report_count, [each.step for each in view.times["a"]]) == (0, [3])
+    before.absorbs(opened.model_copy(update={"term": 2}))  # its phase changes with the next entry
+    assert list(before.attempts.view().times) == ["a"]
+    before.absorbs(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
+    view = before.attempts.view()
+    assert (view.report_count, view.times, view.running) == (0, {}, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -35,6 +35,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.core.driver import JOURNAL
@@ -411,6 +412,30 @@ def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
     del store.objects[JOURNAL.entry_path(number)]
     with pytest.raises(JournalCorrupt, match=rf"{number:010d}\.json: entries after it exist, and it is missing"):
         load(store)
+
+
+READS: Sequence[Callable[[MemoryStore, Experiment], object]] = (
+    lambda store, state: journal.load(store, state.key, side_by_side=map),
+    lambda store, state: journal.history(store, state.key, side_by_side=map),
+    lambda store, state: journal.as_of(store, state.key, None, side_by_side=map),
+    lambda store, state: journal.entries_beyond(store, state.key, 2, side_by_side=map),
+    lambda store, state: journal.earlier_owners(store, state, side_by_side=map),
+)
+
+
+@pytest.mark.parametrize("read", READS, ids=["load", "history", "as of", "beyond", "owners"])
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "damaged"])
+def test_a_journal_that_is_being_deleted_is_not_called_corrupt(
+    read: Callable[[MemoryStore, Experiment], object], *, is_deleted: bool
+) -> None:
+    store = MemoryStore()
+    with_steps(store, 5)
+    state = take_over(store, YOU, "later")
+    if is_deleted:
+        end_generation(store, state.key, at="2026-11-21", by="deleter")
+    store.delete([state.key.entry_path(number) for number in (1, 2, 3)])
+    with pytest.raises(Superseded if is_deleted else JournalCorrupt, match="was deleted" if is_deleted else "missing"):
+        read(store, state)
 
 
 def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:

@@ -12,6 +12,7 @@ import pytest
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.journal import journal as journals
 from prefect_tune.core.journal.journal import append_as_guest, load, take_over
+from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Claim, Claimed, Event, Owner, TrialAdded
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations import clone, delete_experiment
@@ -26,8 +27,12 @@ from prefect_tune.core.storage.generations import (
     delete_objects_before,
     experiment_names,
     names_with_dead_objects,
+    require_not_of_before,
 )
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from tests.core.driver import JOURNAL
+from tests.core.histories import next_state
 from tests.core.operations.test_delete_experiment import Meanwhile, below, left, removed
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.mutate import Mutant
@@ -299,6 +304,46 @@ def test_a_deletion_leaves_one_small_marker_of_the_next_generation() -> None:
         assert (marker.generation, marker.deleted_by) == (generation, "deleter (pid 3 on here)")
     assert experiment_names(store) == []
     assert current_generation(store, "old") == 3
+
+
+def written_by(store: MemoryStore, name: str, generation: int) -> bool:
+    """Return whether the marker before a generation names the owner as a writer of those before."""
+    try:
+        require_not_of_before(store, JournalKey(experiment=JOURNAL.experiment, generation=generation), name)
+    except Superseded:
+        return True
+    return False
+
+
+def some_history(owner: Owner) -> MemoryStore:
+    """Return a journal of 12 entries, the last one by another owner, and its segment."""
+    store = MemoryStore()
+    state = journals.take_over(store, JOURNAL, owner, Stamp(write_id="open", at=""), side_by_side=map)
+    while state.number < 11:
+        state = next_state(store, state, [f"t{state.number}"])
+        write_due_segment(store, state)
+    journals.take_over(store, JOURNAL, OWNER, Stamp(write_id="later", at=""), side_by_side=map)
+    return store
+
+
+def test_the_marker_names_the_writers_before_it_until_a_later_generation_has_its_own() -> None:
+    by_flow, by_script = Owner(name="x", host="h", pid=1, flow_run="f", attempt=2), Owner(name="y", host="h", pid=2)
+    for owner in (by_flow, by_script):
+        store = some_history(owner)
+        removed(store, JOURNAL.experiment)
+        known = [written_by(store, name, generation) for name in ("f/2", "y") for generation in (1, 2, 3)]
+        assert known == [False, owner is by_flow, False, False, owner is by_script, False]
+        assert written_by(store, OWNER.identity, 2)
+
+
+def test_a_damaged_entry_of_old_does_not_make_an_experiment_undeletable() -> None:
+    store = some_history(Owner(name="x", host="h", pid=1))
+    for number in range(2, 9):
+        store.objects[JOURNAL.entry_path(number)] = b"{}"
+    removed(store, JOURNAL.experiment)
+    assert current_generation(store, JOURNAL.experiment) == 2
+    assert below(store, JOURNAL.experiment) == set()
+    assert not written_by(store, "x", 2)
 
 
 def test_foreign_files_are_no_generations() -> None:

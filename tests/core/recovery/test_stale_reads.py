@@ -11,14 +11,17 @@ import pytest
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, StoreRefused, Superseded
 from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect_one
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
 from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, NAME, Session
 from tests.core.protocol.invariants import violations
 from tests.core.protocol.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
@@ -184,6 +187,17 @@ def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_i
     for scene in ends_of_a_removal(whole):
         with suppress(CheckpointNotFound):
             restored(scene.store, manifest)
+
+
+def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_not_found() -> None:
+    store = golden_run()  # of a single training: the experiment's journal is the only one
+    experiment = first_generation(NAME)
+    trial = load(store, experiment, side_by_side=map).trial(KEY.trial)
+    manifest = read_manifest(store, KEY.checkpoint_key(trial.checkpoints[-1]))
+    end_generation(store, experiment, at="", by="remover")
+    store.delete([each.path for folder in (experiment.entries, KEY.blobs) for each in store.list(folder)])
+    with pytest.raises(CheckpointNotFound, match="its experiment is being deleted"):
+        restored(store, manifest)
 
 
 def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> None:

@@ -84,6 +84,21 @@ def test_a_resume_in_the_instant_of_pausing_is_accepted(
 
 
 @pytest.mark.usefixtures("prefect_server")
+def test_an_answer_after_the_experiment_was_deleted_does_not_train_it_again_from_nothing(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
+) -> None:
+    def delete_and_resume(client: SyncPrefectClient, run_id: UUID) -> None:
+        pt.delete_experiment(_NAME, target=local_target)
+        client.resume_flow_run(run_id, run_input={"go_on": True})
+
+    as_soon_as_it_pauses(monkeypatch, delete_and_resume)
+    with pytest.raises(pt.Superseded, match=f"experiment {_NAME!r}: the experiment was deleted at .* Stop here"):
+        pt.durable_trainable(inquisitor, {"questions": 1}, target=local_target, experiment=_NAME, isolation="thread")
+    with local_target.open(timeout=timedelta(seconds=9)) as store:
+        assert [each.path for each in store.list("")] == [f"{_NAME}/generations/0000000002.json"]
+
+
+@pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("status", [429, 500, 504])
 def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget, status: int

@@ -13,9 +13,11 @@ from prefect_tune.attempt.commit_worker import commit_entry
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners
-from prefect_tune.core.journal_events import TrialAdded
+from prefect_tune.core.journal_events import Owner, TrialAdded
 from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.storage.generations import current_generation, current_journal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import read_undamaged
 from prefect_tune.tasks.public import checkpoints, ownership, trials
@@ -23,6 +25,8 @@ from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
 from tests.tasks.public.conftest import Caller
+
+PERSON = Owner(name="a script", host="elsewhere", pid=2)
 
 
 def test_a_run_keeps_its_epoch_and_its_attempt(caller: Caller) -> None:
@@ -58,6 +62,44 @@ def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> 
     for number in range(1, 8):
         with pytest.raises(pt.Superseded):
             caller.begin(f"run {number}").save(100)
+
+
+def deleted(caller: Caller, by: Owner) -> None:
+    stamp = Stamp(write_id=f"deletion by {by.name} {current_generation(caller.bucket, 'e')}", at="")
+    remove(caller.bucket, current_journal(caller.bucket, "e"), by, stamp, side_by_side=map)
+
+
+@pytest.mark.parametrize("deletions", [1, 2])
+def test_a_run_whose_experiment_was_deleted_writes_into_none_that_has_its_name_now(
+    caller: Caller, deletions: int
+) -> None:
+    caller.save(1)
+    caller.begin("another").save(2)
+    for number in range(deletions):
+        deleted(caller, PERSON)
+        caller.begin(f"run {number} of theirs").save(1, "of theirs")
+    before = dict(caller.bucket.objects)
+    for run in ("first", "another"):
+        for act in (lambda: caller.save(3), lambda: caller.sync(status="completed")):
+            caller.begin(run)
+            with pytest.raises(pt.Superseded, match="the experiment that this run wrote was deleted"):
+                act()
+    assert caller.bucket.objects == before
+    caller.begin(f"run {deletions - 1} of theirs").save(2, "of theirs")
+
+
+def test_a_run_whose_experiment_was_deleted_does_not_begin_it_again_unless_it_is_started_again(caller: Caller) -> None:
+    caller.save(1)
+    deleted(caller, PERSON)
+    with pytest.raises(pt.Superseded, match="Stop here, or start the run again"):
+        caller.save(2)
+    assert caller.begin("first", 2).save(1).step == 1
+
+
+def test_a_run_that_deletes_its_experiment_may_use_the_name_again(caller: Caller) -> None:
+    caller.save(1)
+    deleted(caller, PERSON.model_copy(update={"flow_run": "first"}))
+    assert "/e/2/trials/trial/checkpoints/" in caller.save(1).uri
 
 
 def test_opening_an_experiment_fences_the_earlier_run_off_before_any_save(caller: Caller) -> None:

@@ -114,10 +114,11 @@ class RunningAttempts:
         """Take in a journaled event and the state after it."""
         written_at = (event.at if isinstance(event, Absorbed) else None) or at
         with self._guard:
-            self._experiment = experiment
+            self._experiment, count = experiment, self._report_count
             for each in events_in(event):
                 self._receive(each, written_at, now)
             if isinstance(event, Absorbed) and written_at < self._began_at:
+                self._report_count = count
                 self._measure_from(event.trial, now)
 
     def reported(self, trial: str, report: StepReport, at: str, now: float) -> None:
@@ -180,5 +181,6 @@ class RunningAttempts:
 
     def _measure_from(self, trial: str, now: float) -> None:
         """Measure the trial's present attempt from now on: its entry is older than this run, which learns of it now."""
-        if trial in self._times:
-            self._times[trial] = [AttemptTimes(now, self._times[trial][-1].step)]
+        earlier = self._times.pop(trial, None)
+        if earlier and self._experiment.trial(trial).status is Status.RUNNING:
+            self._times[trial] = [AttemptTimes(now, earlier[-1].step)]

@@ -25,8 +25,8 @@ Segments (`segments`) are a cache of this fold. Whatever does not follow from th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -171,8 +171,8 @@ def read(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) 
 
 
 def history(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Sequence[Entry]:
-    """Return every entry from the first, for curves, timelines and audits."""
-    return [entry for entry, _ in entries_after(store, journal, 0, side_by_side)]
+    """Return every entry from the first, for curves, timelines and audits. Raises as `load`."""
+    return entries_beyond(store, journal, 0, side_by_side=side_by_side)
 
 
 def as_of(
@@ -182,7 +182,7 @@ def as_of(
 
     Raises:
         InvalidInput: there is no such entry.
-        JournalCorrupt: as `load`.
+        JournalCorrupt, Superseded: as `load`.
     """
     last = load(store, journal, side_by_side=side_by_side).number
     wanted = last if number is None else number
@@ -190,21 +190,29 @@ def as_of(
         raise InvalidInput(f"{journal}: expected an entry from 1 to {last}, found {wanted}")
     paths = (journal.entry_path(each) for each in range(1, wanted + 1))
     state, entries = nothing_yet(journal), list[Entry]()
-    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
-        entries.append(decode_entry(data, path))
-        state = apply(state, entries[-1], digest_of(data))
+    with _unless_deleted(store, journal):
+        for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+            entries.append(decode_entry(data, path))
+            state = apply(state, entries[-1], digest_of(data))
     return state, entries
 
 
 def entries_beyond(
     store: ObjectStore, journal: JournalKey, number: int, *, side_by_side: ParallelMap
 ) -> Sequence[Entry]:
-    """Return the entries after `number`, for a caller that has read those before.
+    """Return the entries after `number`, for a caller that has read those before. Raises as `load`."""
+    with _unless_deleted(store, journal):
+        return [entry for entry, _ in entries_after(store, journal, number, side_by_side)]
 
-    Raises:
-        JournalCorrupt: an entry is missing or altered.
-    """
-    return [entry for entry, _ in entries_after(store, journal, number, side_by_side)]
+
+@contextmanager
+def _unless_deleted(store: ObjectStore, key: JournalKey) -> Iterator[None]:
+    """Raise Superseded in place of JournalCorrupt if the experiment was deleted, and parts of its journal are left."""
+    try:
+        yield
+    except JournalCorrupt:
+        require_not_deleted(store, key)
+        raise
 
 
 def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
@@ -386,11 +394,8 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
 
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
-    try:
+    with _unless_deleted(store, key):
         return _folded(store, key, side_by_side)
-    except JournalCorrupt:
-        require_not_deleted(store, key)
-        raise
 
 
 def _folded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
@@ -500,6 +505,7 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
 
     Raises:
         JournalCorrupt: an entry is missing or altered.
+        Superseded: the experiment was deleted.
     """
     key = experiment.key
 
@@ -513,7 +519,8 @@ def earlier_owners(store: ObjectStore, experiment: Experiment, *, side_by_side: 
         opening = entry(before[bisect_left(before, term, key=lambda number: entry(number).term)])
         return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
 
-    return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
+    with _unless_deleted(store, key):
+        return [owner for owner in side_by_side(owner_of, range(1, experiment.term)) if owner is not None]
 
 
 # Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`.

@@ -30,7 +30,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, append, earlier_owners, load, read, take_over
 from prefect_tune.core.journal_events import Claim, Deletion, Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
@@ -64,7 +64,7 @@ def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stam
     """Delete a generation of an experiment, and what is left of those before; a process that runs it is superseded.
 
     Returns the number of deleted objects. If it is killed at any time, a second call finishes the deletion. What stays
-    is the marker of the next generation, an object of some 300 bytes.
+    is the marker of the next generation, which takes 300 bytes, and some 40 for each run that owned it.
 
     Raises:
         InvalidInput: other experiments refer to bytes of its checkpoints; nothing was deleted.
@@ -110,8 +110,20 @@ def _ended(removal: _Removal, known: LoadedJournal) -> int:
     _seal_what_has_not_begun(removal, sealed)
     listed = [each.path for each in removal.store.list(removal.key.folder)]
     released = _release_claims(removal, sealed, listed)
-    end_generation(removal.store, removal.key, at=removal.stamp.at, by=str(removal.owner))
+    writers = _writers(removal, next(each for each in sealed if each.key == removal.key))
+    end_generation(removal.store, removal.key, at=removal.stamp.at, by=str(removal.owner), writers=writers)
     return released
+
+
+def _writers(removal: _Removal, whole: Experiment) -> Sequence[str]:
+    """Return the identities of the experiment's owners, without those of the run that deletes it: it knows of it."""
+    by = removal.owner
+    try:
+        owners = earlier_owners(removal.store, whole, side_by_side=removal.side_by_side)
+    except JournalCorrupt:  # an entry of old that segments stand for is damaged, and must not make it undeletable
+        return ()
+    others = (each for each in owners if (each.host, each.pid) != (by.host, by.pid))
+    return [each.identity for each in others if each.flow_run is None or each.flow_run != by.flow_run]
 
 
 def _collected(removal: _Removal) -> int:

@@ -13,6 +13,7 @@ cannot be cancelled from the moment at which the marker of generation N + 1 exis
   since it looks for the journal's first entry, which is deleted before anything else, *after* each entry that it
   creates: if that is there, nothing had been deleted when the entry was created, so that creating it only if absent has
   fenced off earlier owners. See `journal`.
+- **A late run** that finds its experiment by its name, anew for each write, is named by the marker, and refused.
 - **Garbage** is what is below a dead generation. The deletion, the next one, and maintenance collect it.
 
 Never: an object deleted before the marker exists; one of the current generation deleted; a generation taken for dead
@@ -25,7 +26,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    InvalidInput,
+    JournalCorrupt,
+    ObjectNotFound,
+    Superseded,
+    TuneError,
+    UnknownVersion,
+)
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import Generation, JournalKey, number_in, numbered
@@ -42,6 +51,8 @@ class GenerationMarker(Document):
     at: str
     deleted_by: str
     """The process that deleted the generation before it."""
+    writers: tuple[str, ...] = ()
+    """The identities of the owners of all generations before it, but for runs that deleted one themselves."""
 
 
 def current_generation(store: ObjectStore, experiment: str) -> Generation:
@@ -82,15 +93,46 @@ def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
         raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: its name may be another one's now")
 
 
-def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str) -> None:
+def require_not_of_before(store: ObjectStore, journal: JournalKey, writer: str) -> None:
+    """Raise Superseded if `writer` wrote an earlier generation of the name, which was deleted. A read, if there is one.
+
+    Raises:
+        JournalCorrupt: the marker of the generation is damaged.
+    """
+    if writer in _writers_before(store, journal):
+        raise Superseded(
+            f"{journal}: the experiment that this run wrote was deleted, and the name is free or another one's now. "
+            "Stop here, or start the run again"
+        )
+
+
+def _writers_before(store: ObjectStore, journal: JournalKey) -> Sequence[str]:
+    if journal.generation == 1:
+        return ()
+    path = numbered(_markers(journal.experiment), journal.generation)
+    with suppress(ObjectNotFound):  # the generation is over, too: its journal cannot be opened
+        return read_sealed(store, GenerationMarker, path, JournalCorrupt).writers
+    return ()
+
+
+def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
     """Create the marker after the generation of the journal, unless the generation is over already.
+
+    Args:
+        store: where the experiment is.
+        journal: the experiment's, of the generation that ends.
+        at: the time.
+        by: the process that deletes it.
+        writers: the identities of the owners that it had.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again.
+        JournalCorrupt: the marker of the generation is damaged.
     """
     if is_deleted(store, journal):
         return
-    marker = GenerationMarker(generation=journal.generation + 1, at=at, deleted_by=by)
+    known = dict.fromkeys((*_writers_before(store, journal), *writers))
+    marker = GenerationMarker(generation=journal.generation + 1, at=at, deleted_by=by, writers=tuple(known))
     with suppress(AlreadyExists):  # another deletion of the same generation
         store.create(numbered(_markers(journal.experiment), marker.generation), seal(marker))
 
