@@ -1,0 +1,212 @@
+"""Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+from prefect_tune.blocks import StorageTarget, target_reference
+from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.drill.evidence import Run, compare, kills_in, read_records, read_run
+from prefect_tune.drill.findings import DrillReport, Runs, report_of
+from prefect_tune.drill.picture import Track
+from prefect_tune.drill.probe import Plan, Victim
+
+_LOOK_SECONDS = 0.2
+_TAIL = 2000
+_VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
+# Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """What a drill trains, and where it kills."""
+
+    trainable: str
+    """`package.module:Name`."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    steps: int = 12
+    save_every: int = 3
+    """In steps, for a class; a function saves when it reports a checkpoint."""
+    kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
+    hours_between_failures: float = 24.0
+
+
+def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
+    """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
+
+    Raises:
+        InvalidInput: a step is not between 1 and the last one but one, or there are too few steps.
+    """
+    drawn = random.Random(seed)  # noqa: S311 - no secret
+    if not at and not 0 < count < steps:
+        raise InvalidInput(f"kills: expected a number from 1 to {steps - 1}, one less than steps, found {count}")
+    if wrong := [each for each in at if not 0 < each < steps]:
+        raise InvalidInput(
+            f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
+        )
+    chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
+    victims = [_VICTIMS[index % len(_VICTIMS)] for index in range(len(chosen))]
+    drawn.shuffle(victims)
+    return tuple(zip(chosen, victims, strict=True))
+
+
+Show = Callable[[Sequence[Track]], None]
+"""Called with the tracks of all runs, a few times a second and at the end of each run."""
+
+
+def run_drill(
+    plan: DrillPlan,
+    target: StorageTarget,
+    environment: Mapping[str, str],
+    *,
+    keep: bool = False,
+    show: Show = lambda _: None,
+) -> DrillReport:
+    """Train undisturbed, and again with kills, and compare; if they differ, train a second time undisturbed.
+
+    Args:
+        plan: what is trained, and where it is killed.
+        target: where the runs store their checkpoints and journals.
+        environment: of the processes that train, with the address of a Prefect API.
+        keep: whether what the runs have written to the target stays.
+        show: gets the state of the runs.
+
+    Raises:
+        StoreRefused, StoreUnavailable: the target cannot be used.
+        TuneError: a run failed; the message has its last output.
+    """
+    if not (checked := target.check()).ok:
+        raise StoreRefused(checked.message)
+    with ExitStack() as at_end:
+        folder = Path(tempfile.mkdtemp(prefix="prefect-tune-drill-"))
+        at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
+        drill = _Drill(plan, target, store, folder, environment, show)
+        if not keep:
+            at_end.callback(drill.remove)
+        undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
+        differences = compare(store, undisturbed, killed)
+        again = drill.train("undisturbed again") if differences else None
+        unstable = compare(store, undisturbed, again) if again else []
+        return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable))
+
+
+@dataclass
+class _Drill:
+    """The runs of one drill."""
+
+    plan: DrillPlan
+    target: StorageTarget
+    store: ObjectStore
+    folder: Path
+    environment: Mapping[str, str]
+    show: Show
+
+    def __post_init__(self) -> None:
+        self.name = f"drill-{uuid4().hex[:6]}"
+        self._tracks: list[Track] = []
+        self._trials: list[TrialKey] = []
+
+    def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> Run:
+        """Train in processes of their own until the last step, as a script that is started again after each kill."""
+        slug = run.replace(" ", "-")
+        trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
+        folder = self.folder / slug
+        folder.mkdir()
+        plan, track = Plan(self.plan.trainable, str(folder), kills), Track(run, self.plan.steps)
+        self._tracks.append(track)
+        self._trials.append(trial)
+        began = time.monotonic()
+        with self._following(track, trial, plan, began):
+            starts = 0
+            while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL:
+                starts += 1
+                if starts > len(kills):
+                    break
+        if code:
+            said = (folder / "output.log").read_text(errors="replace")[-_TAIL:]
+            raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
+        return read_run(self.store, trial, run, plan)
+
+    def _process(self, plan: Plan, trial: TrialKey, log: Path) -> int:
+        options = {
+            "target": target_reference(self.target),
+            "experiment": trial.experiment,
+            "config": dict(self.plan.config),
+            "steps": self.plan.steps,
+            "save_every": self.plan.save_every,
+        }
+        with (
+            log.open("ab") as output,
+            subprocess.Popen(
+                [sys.executable, "-m", "prefect_tune.drill.training", json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**self.environment, **_ONE_THREAD, **plan.in_environment()},
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                return process.wait()
+            finally:
+                process.kill()
+
+    @contextmanager
+    def _following(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> Iterator[None]:
+        """Keep the track as the run goes, in a thread."""
+        over = threading.Event()
+
+        def follow() -> None:
+            while not over.wait(_LOOK_SECONDS):
+                self._look(track, trial, plan, began)
+
+        thread = threading.Thread(target=follow, name="drill-picture", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._look(track, trial, plan, began)
+
+    def _look(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> None:
+        records = list(read_records(plan.records))
+        track.step = max((each.step for each in records), default=0)
+        kills = list(kills_in(plan, records))
+        track.kills, track.resumes = [each.step for each in kills], [each.resumed_from for each in kills]
+        with suppress(StoreUnavailable):
+            keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in self.store.list(trial.folder))
+            track.committed = {key.step for key in keys if key}
+        track.seconds = time.monotonic() - began
+        self.show(self._tracks)
+
+    def remove(self) -> None:
+        """Remove what the runs have written: nothing else has their names."""
+        for trial in self._trials:
+            with suppress(TuneError):
+                found = self.store.list(trial.experiment)
+                self.store.delete([each.path for each in found])
+
+
+def with_api(url: str | None) -> dict[str, str]:
+    """Return the environment of the runs, with this address of the API."""
+    return {**os.environ, **({"PREFECT_API_URL": url} if url else {})}
