@@ -1,17 +1,23 @@
-"""The commands of the panel *Getting started*: `demo`, `blocks register` and `blocks check`."""
+"""The commands of the panel *Getting started*: `demo`, `drill`, `blocks register` and `blocks check`."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, command
+from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.texts import visible
+
+if TYPE_CHECKING:
+    from prefect_tune.drill.run_drill import DrillPlan
 
 blocks = typer.Typer(cls=Group, help="Register and check the blocks of storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
@@ -54,12 +60,106 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps of each run.")] = 24,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
 ) -> None:
-    """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
+    """A drill on a shipped model: train, kill the run in the middle of an upload, resume it, compare."""
+    from prefect_tune.demo.run_demo import demo_plan
+
+    _drilled(demo_plan(steps), target, keep=keep, as_json=False)
+
+
+@command
+def drill(
+    trainable: Annotated[
+        str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
+    ],
+    *,
+    config: Annotated[
+        list[str] | None, asks("--config", "NAME=VALUE", "A value of its configuration, as JSON or text. Repeat it.")
+    ] = None,
+    target: Annotated[
+        str | None, asks("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
+    kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
+    at: Annotated[str | None, asks("--at", "STEP,STEP", "Kill after these steps, instead of drawn ones.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the drawn steps.")] = 0,
+    save_every: Annotated[
+        int | None, asks("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1)
+    ] = None,
+    failure_hours: Annotated[
+        float, typer.Option(metavar="HOURS", help="Mean time between failures, for the advice on saving.")
+    ] = 24.0,
+    as_json: AsJson = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what the runs write to the target.")] = False,
+) -> None:
+    """Train MODULE:NAME undisturbed, and again with kills and resumes, and compare the runs bit for bit.
+
+    Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
+    """
+    from prefect_tune.cli.search_options import import_from_here, values_from
+    from prefect_tune.drill.run_drill import drill_plan
+
+    try:
+        steps_at = [int(each) for each in at.split(",")] if at else []
+    except ValueError:
+        raise InvalidInput(f"--at {at!r}: expected steps, such as 3,7") from None
+    import_from_here()
+    plan = drill_plan(
+        trainable,
+        values_from(config or (), "--config") or {},
+        steps,
+        save_every,
+        kills=kills,
+        at=steps_at,
+        seed=seed,
+    )
+    _drilled(plan.failing_every(failure_hours), target, keep=keep, as_json=as_json)
+
+
+_COULD_NOT_RUN = 2
+
+
+def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -> None:
+    """Run a drill with its picture, print what it found, and exit with 1 if the runs differ, or 2 if it could not run.
+
+    Without a place the target is a temporary folder, which stays if `keep`.
+    """
+    import tempfile
+    from contextlib import ExitStack
+
     from rich.console import Console
+    from rich.live import Live
 
-    from prefect_tune.demo.run_demo import Demo
+    from prefect_tune.blocks import resolve_target
+    from prefect_tune.drill.picture import LEGEND, Track, picture_of
+    from prefect_tune.drill.run_drill import api_of_drill, run_drill
 
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
-    if not Demo(target, steps, keep).run(Console(highlight=False)):
+    console, tracks = Console(highlight=False, stderr=as_json), list[Track]()
+    try:
+        with ExitStack() as at_end:
+            if place is None:
+                place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
+                if not keep:
+                    at_end.callback(shutil.rmtree, place, ignore_errors=True)
+            environment = at_end.enter_context(api_of_drill())
+            console.print(f"\n  [bold]drill[/] of {plan.trainable}: {plan.steps} steps\n")
+            with Live(get_renderable=lambda: picture_of(tracks), console=console):
+                report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+    except TuneError as error:
+        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+        raise typer.Exit(_COULD_NOT_RUN) from None
+    console.print("" if console.is_terminal else "\n", f"  {LEGEND}\n", sep="\n")
+    if as_json:
+        print(json.dumps(report.fields(), indent=2))
+    else:
+        mark = "[bold green]✓[/]" if report.is_exact else "[bold red]✗[/]"
+        first, *others = report.lines()
+        console.print(f"  {mark} ", end="")
+        console.print(visible(first), markup=False)
+        for line in others:
+            console.print(visible(line), markup=False)
+    if keep:
+        print(f"\n  kept on {place}: the experiments {report.name}-undisturbed and {report.name}-killed")
+    if not report.is_exact:
         raise typer.Exit(1)

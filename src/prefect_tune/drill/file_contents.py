@@ -137,7 +137,8 @@ def _read(path: Path, suffix: str, head: bytes) -> Mapping[str, Any] | None:
         return {"": import_module("numpy").load(path, allow_pickle=False)}
     if head.startswith(_PARQUET):
         table = import_module("pyarrow.parquet").read_table(path)
-        return {name: table.column(name).combine_chunks().to_pylist() for name in table.column_names}
+        columns = {name: table.column(name) for name in table.column_names}
+        return {name: each.to_numpy() if _is_numeric(each) else each.to_pylist() for name, each in columns.items()}
     if suffix == ".json":
         return dict(flat_values(json.loads(path.read_text(encoding="utf-8"))))
     if suffix == ".safetensors" and find_spec("safetensors"):
@@ -147,6 +148,10 @@ def _read(path: Path, suffix: str, head: bytes) -> Mapping[str, Any] | None:
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
         return _read_torch(path)
     return None
+
+
+def _is_numeric(column: Any) -> bool:
+    return not column.null_count and column.to_numpy().dtype.kind in "biuf"
 
 
 def _read_zip(path: Path) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -12,12 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
+
+from prefect.settings import get_current_settings
 
 from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
@@ -27,6 +30,8 @@ from prefect_tune.drill.evidence import Run, compare, kills_in, read_records, re
 from prefect_tune.drill.findings import DrillReport, Runs, report_of
 from prefect_tune.drill.picture import Track
 from prefect_tune.drill.probe import Plan, Victim
+from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.prefect_api.local_server import start_prefect_server
 
 _LOOK_SECONDS = 0.2
 _TAIL = 2000
@@ -48,6 +53,16 @@ class DrillPlan:
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
 
+    def failing_every(self, hours: float) -> DrillPlan:
+        """Return the plan with this mean time between failures, in hours.
+
+        Raises:
+            InvalidInput: it is not positive.
+        """
+        if not 0 < hours < math.inf:
+            raise InvalidInput(f"hours_between_failures: expected a positive number of hours, found {hours}")
+        return replace(self, hours_between_failures=hours)
+
 
 def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
     """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
@@ -68,8 +83,30 @@ def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tupl
     return tuple(zip(chosen, victims, strict=True))
 
 
-Show = Callable[[Sequence[Track]], None]
-"""Called with the tracks of all runs, a few times a second and at the end of each run."""
+def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
+    trainable: str,
+    config: object,
+    steps: int,
+    save_every: int | None,
+    *,
+    kills: int = 3,
+    at: Sequence[int] = (),
+    seed: int = 0,
+) -> DrillPlan:
+    """Return the plan of a drill.
+
+    Raises:
+        InvalidInput: the trainable has no import path, or a number is out of its range.
+    """
+    if ":" not in trainable:
+        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process can import")
+    if steps < 2:
+        raise InvalidInput(f"steps: expected 2 or more, of which a kill is after one, found {steps}")
+    if save_every is not None and not 0 < save_every <= steps:
+        raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
+    return DrillPlan(
+        trainable, storable_config(config), steps, save_every or max(1, steps // 4), kills_of(steps, kills, at, seed)
+    )
 
 
 def run_drill(
@@ -78,7 +115,7 @@ def run_drill(
     environment: Mapping[str, str],
     *,
     keep: bool = False,
-    show: Show = lambda _: None,
+    tracks: list[Track] | None = None,
 ) -> DrillReport:
     """Train undisturbed, and again with kills, and compare; if they differ, train a second time undisturbed.
 
@@ -87,7 +124,7 @@ def run_drill(
         target: where the runs store their checkpoints and journals.
         environment: of the processes that train, with the address of a Prefect API.
         keep: whether what the runs have written to the target stays.
-        show: gets the state of the runs.
+        tracks: gets the runs as they go, for a picture.
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
@@ -99,7 +136,7 @@ def run_drill(
         folder = Path(tempfile.mkdtemp(prefix="prefect-tune-drill-"))
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = _Drill(plan, target, store, folder, environment, show)
+        drill = _Drill(plan, target, store, folder, environment, [] if tracks is None else tracks)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
@@ -118,11 +155,10 @@ class _Drill:
     store: ObjectStore
     folder: Path
     environment: Mapping[str, str]
-    show: Show
+    tracks: list[Track]
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
-        self._tracks: list[Track] = []
         self._trials: list[TrialKey] = []
 
     def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> Run:
@@ -132,7 +168,7 @@ class _Drill:
         folder = self.folder / slug
         folder.mkdir()
         plan, track = Plan(self.plan.trainable, str(folder), kills), Track(run, self.plan.steps)
-        self._tracks.append(track)
+        self.tracks.append(track)
         self._trials.append(trial)
         began = time.monotonic()
         with self._following(track, trial, plan, began):
@@ -197,7 +233,6 @@ class _Drill:
             keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in self.store.list(trial.folder))
             track.committed = {key.step for key in keys if key}
         track.seconds = time.monotonic() - began
-        self.show(self._tracks)
 
     def remove(self) -> None:
         """Remove what the runs have written: nothing else has their names."""
@@ -207,6 +242,33 @@ class _Drill:
                 self.store.delete([each.path for each in found])
 
 
-def with_api(url: str | None) -> dict[str, str]:
-    """Return the environment of the runs, with this address of the API."""
+def environment_with_api() -> dict[str, str]:
+    """Return the environment of the runs of a drill within a flow run: with the address of its API."""
+    url = get_current_settings().api.url
     return {**os.environ, **({"PREFECT_API_URL": url} if url else {})}
+
+
+@contextmanager
+def api_of_drill() -> Iterator[dict[str, str]]:
+    """Yield the environment of the runs of a drill: with the configured API, or a server that ends with the drill.
+
+    Raises:
+        TuneError: the server did not start.
+    """
+    if get_current_settings().api.url:
+        yield environment_with_api()
+        return
+    spared = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
+    own = {name: each for name, each in os.environ.items() if not name.startswith("PREFECT_")}
+    with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True) as folder:
+        own |= {"PREFECT_HOME": folder, "DO_NOT_TRACK": "1", "NO_PROXY": spared, "no_proxy": spared}
+        log = Path(folder, "server.log")
+        with log.open("wb") as output:
+            server = start_prefect_server(own, output, "few")
+        try:
+            if not server.answers():
+                said = log.read_text(errors="replace")[-_TAIL:]
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{said}")
+            yield {**own, "PREFECT_API_URL": server.url}
+        finally:
+            server.end()
