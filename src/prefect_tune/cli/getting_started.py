@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -119,47 +118,19 @@ _COULD_NOT_RUN = 2
 
 
 def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -> None:
-    """Run a drill with its picture, print what it found, and exit with 1 if the runs differ, or 2 if it could not run.
-
-    Without a place the target is a temporary folder, which stays if `keep`.
-    """
-    import tempfile
-    from contextlib import ExitStack
-
+    """Run a drill, print what it found, and exit with 1 if the runs differ, or with 2 if it could not run."""
     from rich.console import Console
-    from rich.live import Live
 
-    from prefect_tune.blocks import resolve_target
-    from prefect_tune.drill.picture import LEGEND, Track, picture_of
-    from prefect_tune.drill.run_drill import api_of_drill, run_drill
+    from prefect_tune.drill.picture import drill_in_terminal
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
-    console, tracks = Console(highlight=False, stderr=as_json), list[Track]()
     try:
-        with ExitStack() as at_end:
-            if place is None:
-                place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
-                if not keep:
-                    at_end.callback(shutil.rmtree, place, ignore_errors=True)
-            environment = at_end.enter_context(api_of_drill())
-            console.print(f"\n  [bold]drill[/] of {plan.trainable}: {plan.steps} steps\n")
-            with Live(get_renderable=lambda: picture_of(tracks), console=console):
-                report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+        report = drill_in_terminal(plan, place, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:
         print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
         raise typer.Exit(_COULD_NOT_RUN) from None
-    console.print("" if console.is_terminal else "\n", f"  {LEGEND}\n", sep="\n")
     if as_json:
         print(json.dumps(report.fields(), indent=2))
-    else:
-        mark = "[bold green]✓[/]" if report.is_exact else "[bold red]✗[/]"
-        first, *others = report.lines()
-        console.print(f"  {mark} ", end="")
-        console.print(visible(first), markup=False)
-        for line in others:
-            console.print(visible(line), markup=False)
-    if keep:
-        print(f"\n  kept on {place}: the experiments {report.name}-undisturbed and {report.name}-killed")
     if not report.is_exact:
         raise typer.Exit(1)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
@@ -36,6 +37,10 @@ Victim: TypeAlias = Literal["trial", "search", "upload"]
 _PLAN = "PREFECT_TUNE_DRILL"
 _MOST_VALUES = 4000
 _MOST_TEXT = 100
+_MOST_BYTES = 1 << 28
+_DEPTH = 3
+_STATES = ("getstate", "get_state", "state_dict")
+"""The methods by which generators, and models and optimizers, return their state."""
 _DIGEST_BYTES = 8
 
 
@@ -212,16 +217,27 @@ def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 yield f"rng torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
-    count = 0
-    for name, each in objects.items():
-        kind = _kind_of(each)
-        if kind is None:
-            continue
-        for path, value in flat_values(_state_of(each), name):
-            count += 1
-            if count > _MOST_VALUES:
-                return
-            yield f"{kind} {path}", _shown(value)
+    yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
+
+
+def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    kind = _kind_of(value)
+    if kind is None:
+        return
+    parts: Mapping[Any, object] | None = None
+    if kind == "state" and depth:
+        if isinstance(value, Mapping):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        elif not any(hasattr(value, each) for each in (*_STATES, "dtype")) and hasattr(value, "__dict__"):
+            parts = vars(value)
+    if parts:
+        for key, each in parts.items():
+            yield from _states_of(f"{name}.{key}", each, depth - 1)
+    else:
+        for path, leaf in flat_values(_state_of(value), name):
+            yield f"{kind} {path}", _shown(leaf)
 
 
 def _kind_of(value: object) -> str | None:
@@ -247,7 +263,7 @@ def _kind_of(value: object) -> str | None:
 def _state_of(value: Any) -> object:
     if hasattr(value, "bit_generator"):
         return _digest(value.bit_generator.state)
-    for method in ("getstate", "get_state", "state_dict"):
+    for method in _STATES:
         found = getattr(value, method, None)
         if callable(found):
             try:
@@ -266,6 +282,8 @@ def _shown(value: object) -> str:
 
 def _digest(value: object) -> str:
     """Return a digest of the content; of what cannot be pickled its type, which says nothing."""
+    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+        return f"<{type(value).__name__} of {value.nbytes:,} bytes>"  # type: ignore[attr-defined]  # an array
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return repr(value.item())  # type: ignore[attr-defined]  # a scalar of NumPy or PyTorch
     if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):

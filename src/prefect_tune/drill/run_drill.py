@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,7 +28,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drill.evidence import Run, compare, kills_in, read_records, read_run
 from prefect_tune.drill.findings import DrillReport, Runs, report_of
-from prefect_tune.drill.picture import Track
 from prefect_tune.drill.probe import Plan, Victim
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.prefect_api.local_server import start_prefect_server
@@ -62,6 +61,22 @@ class DrillPlan:
         if not 0 < hours < math.inf:
             raise InvalidInput(f"hours_between_failures: expected a positive number of hours, found {hours}")
         return replace(self, hours_between_failures=hours)
+
+
+@dataclass
+class Track:
+    """What one run has done, as the picture shows it."""
+
+    name: str
+    steps: int
+    step: int = 0
+    committed: Collection[int] = ()
+    kills: list[int] = field(default_factory=list)
+    """After which steps it was killed."""
+    resumes: list[int] = field(default_factory=list)
+    """After which steps it resumed."""
+    seconds: float = 0.0
+    outcome: str = ""
 
 
 def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
