@@ -61,7 +61,8 @@ class SyncConfig(StrictBlock):
         default=300,
         ge=0,
         allow_inf_nan=False,
-        description="Least time in seconds between two periodic syncs.",
+        description="Least time in seconds between two periodic syncs, and the most that a report waits for the "
+        "journal.",
     )
     live_period_seconds: float | None = Field(
         default=5,

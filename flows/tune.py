@@ -137,7 +137,8 @@ def tune(
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
-        grace_period_seconds: how long trials may take to save after SIGTERM or a cancellation.
+        grace_period_seconds: how long trials may take to save once the search stops, for any reason: raise it where a
+            step takes longer.
         silence_timeout_seconds: seconds without a report after which a trial is presumed hung and is restarted.
             Default: never.
 

@@ -52,7 +52,12 @@ def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None
     (tmp_path / "CONTRIBUTING.md").write_text(page)
     counts, missing = journeys(tmp_path)
     assert counts.endswith(": 2 files")
-    assert missing == ["CONTRIBUTING.md: a journey names gone/b.py, which does not exist"]
+    assert missing == ["CONTRIBUTING.md names gone/b.py, which does not exist"]
+    (tmp_path / "CONTRIBUTING.md").write_text(
+        "Edit `tasks/a.py` and `tasks/<name>.py`, `tasks/` and `gone/`, `lost.py`.\n"
+    )
+    _, missing = journeys(tmp_path)
+    assert missing == [f"CONTRIBUTING.md names {each}, which does not exist" for each in ("gone/", "lost.py")]
 
 
 def test_a_folder_with_one_file_too_many_is_a_violation() -> None:

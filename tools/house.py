@@ -48,6 +48,8 @@ MEANT = {
 
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
+NOT_IN_A_CLONE = frozenset({"build/screenshots", "site/", "filesystems.py", "server/collection_blocks_data.json"})
+"""What CONTRIBUTING.md names though a clone lacks it: what commands make, and files of Prefect."""
 PREFECT_API = Path("src/prefect_tune/prefect_api")  # the one package that may lean on what Prefect does not promise
 
 _MAIN = "src/prefect_tune"
@@ -301,16 +303,26 @@ def _is_entry_point(module: str) -> bool:
 
 
 def journeys(root: Path) -> tuple[str, list[str]]:
-    """Return the number of files of each journey that CONTRIBUTING.md draws, and the files that do not exist."""
+    """Return the number of files of each journey that CONTRIBUTING.md draws, and the paths in it that do not exist."""
     drawn = re.findall(r"^```journey\n(.*?)^```", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
     files = [re.findall(r"\S+\.py", each) for each in drawn]
     missing = [
         each for each in sorted({*chain(*files)}) if not any((root / room / each).exists() for room in ("", _MAIN))
     ]
     counts = ", ".join(str(len(set(each))) for each in files)
-    return f"journeys (a metric, a checkpoint's bytes, Resume to the first step): {counts} files", [
-        f"CONTRIBUTING.md: a journey names {each}, which does not exist" for each in missing
+    missing += _missing_paths(root)
+    return f"journeys (a metric, a checkpoint's bytes, a decision, Resume to the first step): {counts} files", [
+        f"CONTRIBUTING.md names {each}, which does not exist" for each in missing
     ]
+
+
+def _missing_paths(root: Path) -> Iterator[str]:
+    """Yield each path in the text of CONTRIBUTING.md that does not exist; one with a placeholder is no path."""
+    named = re.findall(r"`([\w./-]+/|[\w./-]+\.\w{2,4})`", (root / "CONTRIBUTING.md").read_text())
+    for path in sorted({*named}):
+        places = (root / room / path for room in ("", _MAIN, "tests", "src"))
+        if not any(each.exists() for each in places) and path not in NOT_IN_A_CLONE:
+            yield path
 
 
 def main(root: Path) -> int:

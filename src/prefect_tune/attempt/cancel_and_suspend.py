@@ -42,7 +42,7 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     1 s; if `work` still runs 1 s after the end of the main thread, for example since its target does not respond, the
     process then ends by SIGINT, without it.
 
-    Suspending the flow run sets `stop` too, without a time limit: the result of `work` is returned when it has
+    Suspending the flow run sets `stop` too: trials have their grace, and the result of `work` is returned when it has
     ended, and `is_suspended()` tells the caller why. `work` also outlives the reader of this process's log.
     """
     outlive_log_reader()

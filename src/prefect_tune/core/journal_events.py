@@ -429,7 +429,7 @@ class Opened(Value):
 class Adopted(Value):
     """The new owner adopts these checkpoints: their manifests exist, and the last owner did not journal them.
 
-    A manifest of an earlier term that is neither listed here nor journaled as committed was never a commit.
+    A manifest of an earlier term that is neither listed here nor journaled is no checkpoint, and never becomes one.
     """
 
     type: Literal["adopted"] = "adopted"

@@ -232,7 +232,7 @@ def adopt(
     For each trial that is still running, and has no journal of its own: the newest save of its present attempt
     that has a manifest and no entry becomes a checkpoint, the reports in its manifest count, and the attempt ends as a
     failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
-    is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
+    is not adopted here never becomes one. Writes nothing: a crash before the entry changes nothing.
 
     `reached` has the last steps that running trials are known to have trained, also those with journals of their own.
     """

@@ -20,7 +20,9 @@ from prefect_tune.attempt.processes.process_output import Log, TrialOutput
 from prefect_tune.core.messages.process_messages import FromTrial, Start, StartReceived, ToTrial, from_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
-# The environment variables of a trial's process; all that sets or selects them is here, but for those of a slot.
+# The environment variables of a trial's process. Those of a slot are set by the executors; those that a trial sets for
+# its children, in `runtime`. A value of one trial is no part of `AttemptRequest.environment`: no two would share an
+# import.
 
 # Libraries read these variables once: when they are imported, or when they first compute.
 READ_ONCE = (

@@ -180,7 +180,7 @@ class Experiment(Value):
     opened_at: int = 0
     """The number of the entry with which the present owner opened the experiment."""
     settled_from: int = 0
-    """A manifest with a smaller sequence that no entry names was never a commit."""
+    """A manifest with a smaller sequence that no entry names is no checkpoint, and never becomes one."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """The parameters of the run that opened it last; see `Configured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
