@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefect_tune.demo.run_demo import demo_plan
+from prefect_tune.demo import demo_plan
 from prefect_tune.drill.picture import drill_in_terminal
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"

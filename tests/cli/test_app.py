@@ -161,9 +161,12 @@ def test_a_drill_ends_with_0_only_if_the_runs_are_the_same(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], *, is_exact: bool, code: int
 ) -> None:
     plans: list[DrillPlan] = []
-    monkeypatch.setattr(
-        "prefect_tune.drill.picture.drill_in_terminal", lambda plan, *_, **__: plans.append(plan) or _Report(is_exact)
-    )
+
+    def drilled(plan: DrillPlan, *_: object, **__: object) -> _Report:
+        plans.append(plan)
+        return _Report(is_exact)
+
+    monkeypatch.setattr("prefect_tune.drill.picture.drill_in_terminal", drilled)
     assert run(*command).code == code
     if command[0] == "drill":
         (plan,) = plans

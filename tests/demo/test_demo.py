@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.demo import demo_plan
 from prefect_tune.demo.model import Digits
-from prefect_tune.demo.run_demo import demo_plan
 from tests.flows.driver import until
 
 
@@ -47,7 +47,7 @@ def test_the_model_learns() -> None:
 
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.demo.run_demo.find_spec", lambda _: None)
+    monkeypatch.setattr("prefect_tune.demo.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=r"pip install 'prefect-tune\[demo\]'"):
         demo_plan(24)
 

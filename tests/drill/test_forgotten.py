@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.drill.evidence import Record, Run
+from prefect_tune.drill.evidence import DrillRun, Record
 from prefect_tune.drill.forgotten import forgotten_in
 
 DIGESTS = [f"{number:016x}" for number in range(100)]
@@ -17,12 +17,12 @@ def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restore
     return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
 
 
-def run(*records: Record) -> Run:
+def run(*records: Record) -> DrillRun:
     trial = TrialKey(experiment="e", generation=1, trial="trial")
-    return Run("run", trial, {}, {}, {}, [0], [], records, [])
+    return DrillRun("run", trial, {}, {}, {}, [0], [], records, [])
 
 
-def undisturbed(**names: str) -> Run:
+def undisturbed(**names: str) -> DrillRun:
     """A run in which each of these states changes at each step, and `fixed` never does."""
     states = {f"{kind} {name.replace('__', '.')}": kind for name, kind in names.items()}
     return run(
@@ -30,7 +30,7 @@ def undisturbed(**names: str) -> Run:
     )
 
 
-def resumed_at(step: int, like: Run, **changes: str) -> Run:
+def resumed_at(step: int, like: DrillRun, **changes: str) -> DrillRun:
     states = dict(next(each.states for each in like.records if each.step == step))
     states |= {name: value for name, value in changes.items() if name in states}
     return run(*like.records[:step], record(step, states, attempt=2, is_restored=True))
@@ -44,9 +44,9 @@ def test_what_is_as_it_was_is_not_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
-        ("rng", "random", "the random generator of `random`: save random.getstate()"),
-        ("rng", "numpy.random", "the random generator of `numpy.random`: save numpy.random.get_state()"),
-        ("rng", "torch", "the random generator of `torch`: save torch.get_rng_state()"),
+        ("global", "random", "the global random generator of `random`: save random.getstate()"),
+        ("global", "numpy.random", "the global random generator of `numpy.random`: save numpy.random.get_state()"),
+        ("global", "torch", "the global random generator of `torch`: save torch.get_rng_state()"),
         ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
         ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
         ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),

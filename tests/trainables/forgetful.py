@@ -25,7 +25,7 @@ class Whole(pt.Trainable):
         torch.manual_seed(3)
         self.inputs = torch.randn(256, 8)
         self.targets = self.inputs.sum(1, keepdim=True)
-        self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - as above
+        self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
         self.model = nn.Sequential(nn.Linear(8, config.get("width", 16)), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
@@ -34,10 +34,10 @@ class Whole(pt.Trainable):
 
     def step(self) -> dict[str, float]:
         if self.place + 32 > 256:
-            self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - as above
+            self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
         rows = self.order[self.place : self.place + 32]
         self.place += 32
-        scale = 1 + 0.1 * random.random() + 0.01 * np.random.random() + 0.001 * self.steps  # noqa: NPY002
+        scale = 1 + 0.1 * random.random() + 0.01 * np.random.random() + 0.001 * self.steps  # noqa: NPY002 - the global generator, as above
         loss = nn.functional.mse_loss(self.model(self.inputs[rows] * scale), self.targets[rows])
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # of PyTorch

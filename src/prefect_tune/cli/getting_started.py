@@ -60,7 +60,7 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
 ) -> None:
     """A drill on a shipped model: train, kill the run in the middle of an upload, resume it, compare."""
-    from prefect_tune.demo.run_demo import demo_plan
+    from prefect_tune.demo import demo_plan
 
     _drilled(demo_plan(steps), target, keep=keep, as_json=False)
 

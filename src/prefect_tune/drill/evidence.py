@@ -70,7 +70,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Run:
+class DrillRun:
     """One run of a drill, when it has ended."""
 
     name: str
@@ -93,7 +93,7 @@ class Run:
         return sum(not each.is_restored for each in self.records)
 
 
-def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> Run:
+def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> DrillRun:
     """Return what the run has left.
 
     Raises:
@@ -103,7 +103,7 @@ def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> Run:
     commits = [each for each in events if isinstance(each, Committed)]
     keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
     records = list(read_records(plan.records))
-    return Run(
+    return DrillRun(
         name,
         trial,
         {each.report.step: dict(leaves(each.report.metrics)) for each in events if isinstance(each, Reported)},
@@ -165,7 +165,7 @@ class Difference:
         return f"step {self.step}: {what}"
 
 
-def compare(store: ObjectStore, expected: Run, found: Run) -> Sequence[Difference]:
+def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
     first: dict[tuple[str, str], Difference] = {}
     for each in sorted([*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)], key=_order):
@@ -177,7 +177,7 @@ def _order(each: Difference) -> tuple[int, bool]:
     return each.step, each.what.file != METRICS
 
 
-def _of_metrics(expected: Run, found: Run) -> Iterator[Difference]:
+def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
     for step, metrics in expected.metrics.items():
         others = found.metrics.get(step)
         if others is None:
@@ -189,7 +189,7 @@ def _of_metrics(expected: Run, found: Run) -> Iterator[Difference]:
                 yield Difference(step, FileDifference(METRICS, name, what))
 
 
-def _of_checkpoints(store: ObjectStore, expected: Run, found: Run) -> Iterator[Difference]:
+def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
     for step in sorted(expected.checkpoints.keys() & found.checkpoints.keys()):
         left, right = (read_manifest(store, each.checkpoints[step]) for each in (expected, found))
         contents = ({_content(each) for each in manifest.files} for manifest in (left, right))

@@ -144,7 +144,7 @@ def _read(path: Path, suffix: str, head: bytes) -> Mapping[str, Any] | None:
     if suffix == ".safetensors" and find_spec("safetensors"):
         framework = "pt" if find_spec("torch") else "np"
         with import_module("safetensors").safe_open(path, framework=framework) as tensors:
-            return dict(flat_values({key: tensors.get_tensor(key) for key in tensors.keys()}))  # noqa: SIM118 - no dict
+            return dict(flat_values({key: tensors.get_tensor(key) for key in tensors.keys()}))  # noqa: SIM118 - it is no dictionary
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
         return _read_torch(path)
     return None

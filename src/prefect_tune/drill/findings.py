@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.models import plural, shown_size
 from prefect_tune.drill.checkpoint_interval import best_interval, lost_share
-from prefect_tune.drill.evidence import METRICS, Difference, Kill, Run
+from prefect_tune.drill.evidence import METRICS, Difference, DrillRun, Kill
 from prefect_tune.drill.forgotten import Forgotten, forgotten_in
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ _WHO = {"trial": "the trial", "search": "the search", "upload": "the search, in 
 class Runs(NamedTuple):
     """The runs of a drill, and what differs between them."""
 
-    undisturbed: Run
-    killed: Run
-    again: Run | None
+    undisturbed: DrillRun
+    killed: DrillRun
+    again: DrillRun | None
     """The second undisturbed one; None if there was no need of it."""
     differences: Sequence[Difference]
     """Between the first two."""
@@ -98,7 +98,10 @@ class DrillReport:
     def lines(self) -> Iterator[str]:
         """Yield the report as text."""
         yield self._headline()
-        yield from _listed("", self.differences)
+        if self.verdict == "not exact":
+            first = self.differences[0]
+            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
+            yield from _listed("", self.differences[1:])
         if self.verdict != "not deterministic" and self.unstable:
             yield from _listed("differs in a second undisturbed run too, and is left out: ", self.unstable)
         for each in self.forgotten:
@@ -111,42 +114,42 @@ class DrillReport:
         yield from self._costs()
 
     def _headline(self) -> str:
-        compared = (
-            f"{plural(self.compared_metrics, 'metric value', 'metric values')} and "
-            f"{plural(self.compared_files, 'checkpoint file', 'checkpoint files')} of {self.steps} steps compared"
-        )
         if self.verdict == "exact":
-            return f"exact: the run that was killed {plural(len(self.kills), 'time', 'times')} is the same; {compared}"
+            times = plural(len(self.kills), "time", "times")
+            return f"exact: the run that was killed {times} is the same; {self._compared()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
             return (
                 f"not deterministic: two undisturbed runs differ, from step {first.step} on; first {first}. A resume "
                 "cannot be shown to be exact before they are the same: set seeds, and the library's deterministic mode"
             )
-        first = self.differences[0]
-        equal = f"equal up to step {first.step - 1}" if first.step > 1 else "from the first step on"
-        return f"not exact: first difference at {first}; {equal}; {compared}"
+        return f"not exact: first difference at {self.differences[0]}"
+
+    def _compared(self) -> str:
+        metrics = plural(self.compared_metrics, "metric value", "metric values")
+        files = plural(self.compared_files, "checkpoint file", "checkpoint files")
+        return f"{metrics} and {files} of {self.steps} steps compared"
 
     def _costs(self) -> Iterator[str]:
         for each in self.kills:
-            again = f"{plural(each.steps_again, 'step', 'steps')} trained again"
+            again = f"trained {plural(each.steps_again, 'step', 'steps')} again"
             yield (
                 f"  kill of {_WHO[each.victim]} after step {each.step}: resumed from step {each.resumed_from}, "
-                f"{again}, {each.seconds:.1f} s until the next step was trained"
+                f"{again}, next step done after {each.seconds:.1f} s"
             )
         if self.missed_kills:
             yield f"  {plural(self.missed_kills, 'kill was', 'kills were')} not made: no upload began after their step"
         if self.save is not None:
             found = self.save
             yield (
-                f"  a save: {shown_size(found.size_bytes)}, of which {shown_size(found.sent_bytes)} are sent, "
-                f"{found.seconds:.2f} s, and training waits {found.blocked_seconds:.2f} s"
+                f"  a save: {shown_size(found.size_bytes)}, {shown_size(found.sent_bytes)} of it sent, in "
+                f"{found.seconds:.2f} s; training waits {found.blocked_seconds:.2f} s"
             )
         if self.advice is not None:
             advice = self.advice
             yield (
-                f"  with a failure every {advice.hours_between_failures:g} h, least time is lost if you save every "
-                f"{plural(advice.steps, 'step', 'steps')} ({advice.seconds:.0f} s): {advice.lost_share:.1%}"
+                f"  with a failure every {advice.hours_between_failures:g} h: save every {advice.seconds:.0f} s "
+                f"({plural(advice.steps, 'step', 'steps')}), which loses the least time, {advice.lost_share:.1%}"
             )
 
 
@@ -189,7 +192,7 @@ def _verdict(left: Sequence[Difference], unstable: Sequence[Difference]) -> Verd
     return "not exact" if left else "exact"
 
 
-def _save_costs(run: Run) -> SaveCosts | None:
+def _save_costs(run: DrillRun) -> SaveCosts | None:
     if not run.saves:
         return None
     saved = {each.step for each in run.saves}
@@ -203,7 +206,7 @@ def _save_costs(run: Run) -> SaveCosts | None:
     )
 
 
-def _advice(plan: DrillPlan, undisturbed: Run, killed: Run, save: SaveCosts | None) -> Advice | None:
+def _advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> Advice | None:
     steps = [each.seconds for each in undisturbed.records if each.seconds > 0]
     if save is None or not steps:
         return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.drill.evidence import Record, Run
+from prefect_tune.drill.evidence import DrillRun, Record
 
 _NOUNS = {
+    "global": "the global random generator",
     "rng": "the state of a random generator",
     "optimizer": "the optimizer",
     "schedule": "the learning-rate schedule",
@@ -17,7 +18,7 @@ _NOUNS = {
     "value": "a value",
     "state": "an attribute",
 }
-_SAVE = {
+_SAVES = {
     "random": "random.getstate()",
     "numpy.random": "numpy.random.get_state()",
     "torch": "torch.get_rng_state()",
@@ -31,7 +32,7 @@ class Forgotten:
     """Something that was not restored."""
 
     kind: str
-    """`rng`, `optimizer`, `schedule`, `scaler`, `model`, `counter`, `value` or `state`."""
+    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `model`, `counter`, `value` or `state`."""
     name: str
     """The attribute or variable, or the library of a global generator."""
     step: int
@@ -41,9 +42,9 @@ class Forgotten:
 
     def __str__(self) -> str:
         """Say what was not restored, and what to save."""
-        if self.kind == "rng" and self.name.partition(" ")[0] in {*_SAVE, "torch.cuda"}:
-            call = _SAVE.get(self.name, "torch.cuda.get_rng_state_all()")
-            return f"the random generator of `{self.name}`, after step {self.step}: save {call}, and set it on a resume"
+        if self.kind == "global":
+            call = _SAVES.get(self.name, "torch.cuda.get_rng_state_all()")
+            return f"{_NOUNS[self.kind]} of `{self.name}`, after step {self.step}: save {call}, and set it on a resume"
         values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected})"
         return f"{_NOUNS[self.kind]}, `{self.name}`{values}, after step {self.step}: save and load it"
 
@@ -52,7 +53,7 @@ def _is_digest(text: str) -> bool:
     return len(text) == 16 and all(each in "0123456789abcdef" for each in text)
 
 
-def forgotten_in(undisturbed: Run, killed: Run, again: Run | None = None) -> Sequence[Forgotten]:
+def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None) -> Sequence[Forgotten]:
     """Return what was not restored at the first resume that shows it, the likeliest first.
 
     Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
@@ -73,7 +74,7 @@ def forgotten_in(undisturbed: Run, killed: Run, again: Run | None = None) -> Seq
     return []
 
 
-def _resumed(killed: Run) -> Iterator[Record]:
+def _resumed(killed: DrillRun) -> Iterator[Record]:
     """Yield the first record of each attempt after the first one."""
     attempt = 1
     for each in killed.records:
@@ -95,6 +96,6 @@ def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
     """Return one of each object: a counter in it if there is one, since that says the most."""
     first: dict[tuple[str, str], Forgotten] = {}
     for each in sorted(found, key=lambda one: _is_digest(one.found)):
-        owner = each.name if each.kind == "rng" else each.name.partition(".")[0]
+        owner = each.name if each.kind in {"global", "rng"} else each.name.partition(".")[0]
         first.setdefault((each.kind, owner), each)
     return list(first.values())

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 from rich.live import Live
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -47,7 +48,7 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
     console.print(Text.assemble(mark, first))
     for line in others:
-        console.print(Text(line))
+        console.print(Padding(Text(line.strip()), (0, 0, 0, 4)))
     if keep:
         console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
     return report

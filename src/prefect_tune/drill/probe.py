@@ -209,14 +209,14 @@ class _Probe:
 
 def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the state of the generators of this process and of `objects`, as `kind name` and a value or a digest."""
-    yield "rng random", _digest(random.getstate())
+    yield "global random", _digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield "rng numpy.random", _digest(numpy.random.get_state())
+        yield "global numpy.random", _digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
-        yield "rng torch", _digest(torch.get_rng_state())
+        yield "global torch", _digest(torch.get_rng_state())
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
-                yield f"rng torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
+                yield f"global torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
     yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
 
 

@@ -1,4 +1,4 @@
-"""Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
+"""DrillRun a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drill.evidence import Run, compare, kills_in, read_records, read_run
+from prefect_tune.drill.evidence import DrillRun, compare, kills_in, read_records, read_run
 from prefect_tune.drill.findings import DrillReport, Runs, report_of
 from prefect_tune.drill.probe import Plan, Victim
 from prefect_tune.parameters.argument_checks import storable_config
@@ -176,7 +176,7 @@ class _Drill:
         self.name = f"drill-{uuid4().hex[:6]}"
         self._trials: list[TrialKey] = []
 
-    def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> Run:
+    def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
         """Train in processes of their own until the last step, as a script that is started again after each kill."""
         slug = run.replace(" ", "-")
         trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
