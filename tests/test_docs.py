@@ -50,6 +50,7 @@ FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
 FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
+DRILL = ROOT / "docs" / "drill.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
 OWN_FLOWS = ROOT / "docs" / "own-flows.md"
@@ -81,6 +82,7 @@ TESTED = {
     DEPLOYMENTS: {"python", "bash", "json", "toml"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
+    DRILL: {"python", "bash", "text"},
     TESTING: {"python"},
     TRUST: {"text"},  # in tests/flows/searching/test_trust.py
 }
@@ -177,6 +179,19 @@ def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefec
     for _ in range(40):
         x *= 0.9  # as without the kill
     assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_the_page_on_drills_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    net, *rest = blocks_of(DRILL)
+    (tmp_path / "train.py").write_text(net.code)
+    shown = next(each.code for each in rest if each.language == "text")
+    code = [each for each in rest if each.language != "text"]
+    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stdout
+    seen = " ".join(done.stdout.split())
+    assert [line for line in shown.splitlines() if " ".join(line.split()) not in seen] == []
 
 
 def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefect_tune.demo.run_demo import Demo
+from prefect_tune.demo import demo_plan
+from prefect_tune.drill.picture import drill_in_terminal
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
-COLUMNS = 84
+COLUMNS, STEPS = 100, 24
 
 
 def without_fonts(svg: str) -> str:
@@ -22,10 +23,10 @@ def without_fonts(svg: str) -> str:
 def main() -> int:
     """Return the exit code."""
     console = Console(record=True, width=COLUMNS, force_terminal=False, highlight=False)
-    held = Demo().run(console)
-    if held:
-        PICTURE.write_text(without_fonts(console.export_svg(title="make demo")))
-    return 0 if held else 1
+    report = drill_in_terminal(demo_plan(STEPS), None, console, keep=False)
+    if report.is_exact:
+        PICTURE.write_text(without_fonts(console.export_svg(title="prefect-tune demo")))
+    return 0 if report.is_exact else 1
 
 
 if __name__ == "__main__":

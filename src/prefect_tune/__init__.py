@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         IllegalTransition,
         InvalidInput,
         JournalCorrupt,
+        NotExact,
         ObjectNotFound,
         ResumeFailed,
         SaveOvertaken,
@@ -99,6 +100,8 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.random_search import RandomSearch
     from prefect_tune.core.search.repeated import Repeated
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
+    from prefect_tune.drill.findings import DrillReport
+    from prefect_tune.flows.drill import drill
     from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
     from prefect_tune.flows.maintain import maintain
     from prefect_tune.flows.resume import resume
@@ -148,6 +151,7 @@ __all__ = [
     "DamageFound",
     "DeadlineExceeded",
     "Decision",
+    "DrillReport",
     "Exhausted",
     "ExperimentPlateau",
     "ExperimentState",
@@ -168,6 +172,7 @@ __all__ = [
     "MaxSteps",
     "MaxTime",
     "MedianStopping",
+    "NotExact",
     "ObjectNotFound",
     "Objective",
     "OptunaPruner",
@@ -218,6 +223,7 @@ __all__ = [
     "choice",
     "delete_checkpoint",
     "delete_experiment",
+    "drill",
     "durable_trainable",
     "get_checkpoint",
     "get_trial",
@@ -256,6 +262,8 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.repeated": "Repeated",
     "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
+    "prefect_tune.drill.findings": "DrillReport",
+    "prefect_tune.flows.drill": "drill",
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results": "Results load_results",

@@ -1,4 +1,4 @@
-"""The program itself: its help, `blocks check`, `blocks register`, and the exit codes of `demo`."""
+"""The program itself: its help, `blocks check`, `blocks register`, and the exit codes of `demo` and `drill`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.cli.app import COMMANDS
+from prefect_tune.core.errors import TuneError
+from prefect_tune.drill.run_drill import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
 
@@ -144,9 +147,43 @@ def test_without_a_server_no_block_is_registered(run: Run, monkeypatch: pytest.M
     assert done.err.startswith("prefect-tune: blocks: no Prefect server is set up to store them: ")
 
 
-@pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
-def test_the_demo_ends_with_0_only_if_everything_held(
-    run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
+@dataclass
+class _Report:
+    is_exact: bool
+
+    def fields(self) -> dict[str, object]:
+        return {"is_exact": self.is_exact}
+
+
+@pytest.mark.parametrize("command", [["demo"], ["drill", "my.module:Net", "--config", "width=3", "--at", "2,5"]])
+@pytest.mark.parametrize(("is_exact", "code"), [(True, 0), (False, 1)])
+def test_a_drill_ends_with_0_only_if_the_runs_are_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], *, is_exact: bool, code: int
 ) -> None:
-    monkeypatch.setattr("prefect_tune.demo.run_demo.Demo.run", lambda *_: held)
-    assert run("demo").code == code
+    plans: list[DrillPlan] = []
+
+    def drilled(plan: DrillPlan, *_: object, **__: object) -> _Report:
+        plans.append(plan)
+        return _Report(is_exact)
+
+    monkeypatch.setattr("prefect_tune.drill.picture.drill_in_terminal", drilled)
+    assert run(*command).code == code
+    if command[0] == "drill":
+        (plan,) = plans
+        assert (plan.trainable, plan.config, [step for step, _ in plan.kills]) == (
+            "my.module:Net",
+            {"width": 3},
+            [2, 5],
+        )
+        assert json.loads(run(*command, "--json").out) == {"is_exact": is_exact}
+
+
+def test_a_drill_that_could_not_run_ends_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise TuneError("run 'undisturbed' of the drill ended with exit code 1")
+
+    monkeypatch.setattr("prefect_tune.drill.picture.drill_in_terminal", fails)
+    assert run("drill", "my.module:Net").code == 2
+    assert run("drill", "my.module:Net", "--at", "a").err.startswith(
+        "prefect-tune: --at 'a': expected steps, such as 3,7"
+    )

@@ -132,6 +132,16 @@ class NumpyMlp(pt.Trainable):
         record_act(self.config.get("witness"), "loaded", self.model.step)
 
 
+class Forgetful(NumpyMlp):
+    """The same, but for the random state, which it does not load."""
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        random = self.model.random
+        super().load_checkpoint(checkpoint_dir)
+        self.model.random = random
+        random.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
 def train(config: Mapping[str, Any]) -> None:
     """The function API: the same training, saved every `config["interval"]` steps."""
     model = Mlp(config)

@@ -81,7 +81,7 @@ PANELS = {
 }
 """The panels of the help: the module of their commands, and their title."""
 COMMANDS: Mapping[str, Sequence[str]] = {
-    "getting_started": ("demo", "blocks"),
+    "getting_started": ("demo", "drill", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
     "inspect": ("ls", "show", "report"),
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),

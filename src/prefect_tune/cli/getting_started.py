@@ -1,4 +1,4 @@
-"""The commands of the panel *Getting started*: `demo`, `blocks register` and `blocks check`."""
+"""The commands of the panel *Getting started*: `demo`, `drill`, `blocks register` and `blocks check`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import os
 import signal
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, command
+from prefect_tune.cli.app import PANELS, AsJson, Command, Group, Target, app, asks, command
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.texts import visible
+
+if TYPE_CHECKING:
+    from prefect_tune.drill.run_drill import DrillPlan
 
 blocks = typer.Typer(cls=Group, help="Register and check the blocks of storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
@@ -54,12 +59,78 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps of each run.")] = 24,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
 ) -> None:
-    """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
+    """A drill on a shipped model: train, kill the run in the middle of an upload, resume it, compare."""
+    from prefect_tune.demo import demo_plan
+
+    _drilled(demo_plan(steps), target, keep=keep, as_json=False)
+
+
+@command
+def drill(
+    trainable: Annotated[
+        str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
+    ],
+    *,
+    config: Annotated[
+        list[str] | None, asks("--config", "NAME=VALUE", "A value of its configuration, as JSON or text. Repeat it.")
+    ] = None,
+    target: Annotated[
+        str | None, asks("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
+    kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
+    at: Annotated[str | None, asks("--at", "STEP,STEP", "Kill after these steps, instead of drawn ones.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the drawn steps.")] = 0,
+    save_every: Annotated[
+        int | None, asks("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1)
+    ] = None,
+    failure_hours: Annotated[
+        float, typer.Option(metavar="HOURS", help="Mean time between failures, for the advice on saving.")
+    ] = 24.0,
+    as_json: AsJson = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what the runs write to the target.")] = False,
+) -> None:
+    """Train MODULE:NAME undisturbed, and again with kills and resumes, and compare the runs bit for bit.
+
+    Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
+    """
+    from prefect_tune.cli.search_options import import_from_here, values_from
+    from prefect_tune.drill.run_drill import drill_plan
+
+    try:
+        steps_at = [int(each) for each in at.split(",")] if at else []
+    except ValueError:
+        raise InvalidInput(f"--at {at!r}: expected steps, such as 3,7") from None
+    import_from_here()
+    plan = drill_plan(
+        trainable,
+        values_from(config or (), "--config") or {},
+        steps,
+        save_every,
+        kills=kills,
+        at=steps_at,
+        seed=seed,
+    )
+    _drilled(plan.failing_every(failure_hours), target, keep=keep, as_json=as_json)
+
+
+_COULD_NOT_RUN = 2
+
+
+def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -> None:
+    """Run a drill, print what it found, and exit with 1 if the runs differ, or with 2 if it could not run."""
     from rich.console import Console
 
-    from prefect_tune.demo.run_demo import Demo
+    from prefect_tune.drill.picture import drill_in_terminal
 
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed
-    if not Demo(target, steps, keep).run(Console(highlight=False)):
+    try:
+        report = drill_in_terminal(plan, place, Console(highlight=False, stderr=as_json), keep=keep)
+    except TuneError as error:
+        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+        raise typer.Exit(_COULD_NOT_RUN) from None
+    if as_json:
+        print(json.dumps(report.fields(), indent=2))
+    if not report.is_exact:
         raise typer.Exit(1)

@@ -397,10 +397,15 @@ def resume_command(target: str, experiment: str, trainable: str | None) -> str:
     return shlex.join(["prefect-tune", "resume", target, experiment, *named])
 
 
+def import_from_here() -> None:
+    """Let MODULE be a file in the working directory, as `python -m` does."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def search_in_this_process(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
     """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
+    import_from_here()
     with short_errors(f"stopped; resume with: {again}"), _named_by_flags():
         results, error = _results_of(search)
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)

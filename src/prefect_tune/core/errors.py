@@ -21,6 +21,7 @@ __all__ = [
     "IllegalTransition",
     "InvalidInput",
     "JournalCorrupt",
+    "NotExact",
     "ObjectNotFound",
     "ResumeFailed",
     "SaveOvertaken",
@@ -98,6 +99,15 @@ class DamageFound(TuneError):
         super().__init__(message)
         self.report = report
         """The `MaintenanceReport`, for a caller in the same process."""
+
+
+class NotExact(TuneError):
+    """A drill found that a run which was killed and resumed differs from an undisturbed one: read its report."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+        """The `DrillReport`, for a caller in the same process."""
 
 
 class StagedFilesChanged(TuneError):

@@ -1,9 +1,8 @@
-"""The demo's trainable, a NumPy network on scikit-learn's digits; run as a module, the flow that trains it."""
+"""The demo's trainable, a NumPy network on scikit-learn's digits."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ class Digits(pt.Trainable):
             self.arrays[name] += momentum
         self.steps += 1
         accuracy = float((self._forward(test)[1].argmax(axis=1) == self.labels[test]).mean())
-        print(f"step {self.steps}: accuracy {accuracy:.4f}")  # noqa: T201 - the demo reads it in the run's log
         return {"accuracy": accuracy}
 
     def _forward(self, rows: Any) -> tuple[Any, Any]:
@@ -62,21 +60,3 @@ class Digits(pt.Trainable):
         self.arrays = {name: np.load(Path(checkpoint_dir, f"{name}.npy")) for name in self.arrays}
         state = json.loads(Path(checkpoint_dir, "state.json").read_text())
         self.steps, self.random.bit_generator.state = state["steps"], state["random"]
-
-
-def main() -> None:
-    """Run the flow with the parameters of the command line."""
-    target, experiment, steps, save_every, width = sys.argv[1:]
-    pt.durable_trainable(
-        "prefect_tune.demo.model:Digits",
-        {"width": int(width)},
-        target=target,
-        experiment=experiment,
-        stop={"step": int(steps)},
-        checkpoint=pt.Cadence(every_steps=int(save_every), every_seconds=None),
-        retention=pt.Retention(last=2),
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -368,11 +368,11 @@ def test_an_experiment_of_a_development_version_is_refused_in_one_sentence() -> 
     assert experiment_names(store) == ["old"]
 
 
-def test_only_a_placeholder_and_the_demo_name_a_generation_themselves() -> None:
+def test_only_a_placeholder_and_the_drill_name_a_generation_themselves() -> None:
     root = Path(__file__).parents[3]
     rooms = ("src", "flows", "tasks", "blocks")
     sources = [path for room in rooms for path in (root / room).rglob("*.py") if "generation=1" in path.read_text()]
-    assert sorted(path.name for path in sources) == ["run_demo.py", "search_limits.py"]
+    assert sorted(path.name for path in sources) == ["run_drill.py", "search_limits.py"]
 
 
 # ------------------------------------------------------------------------------------------------- mutants

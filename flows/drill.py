@@ -1,0 +1,70 @@
+"""The drill as a flow: prove that a training of one's own resumes exactly, on a schedule, in CI, or by hand."""
+
+from __future__ import annotations
+
+from prefect.logging import get_run_logger
+
+from prefect_tune.blocks import resolve_target
+from prefect_tune.core.errors import NotExact
+from prefect_tune.drill.findings import DrillReport
+from prefect_tune.drill.run_drill import drill_plan, environment_with_api, run_drill
+from prefect_tune.parameters.forms import ConfigField, TargetField
+from prefect_tune.prefect_api.flow_with_server import flow_with_server
+
+__all__ = ["drill"]
+
+
+@flow_with_server(name="drill", persist_result=False)
+def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and where it is stored
+    trainable: str,
+    config: ConfigField = None,
+    *,
+    target: TargetField,
+    steps: int = 12,
+    kills: int = 3,
+    at: list[int] | None = None,
+    seed: int = 0,
+    save_every: int | None = None,
+    hours_between_failures: float = 24.0,
+    keep: bool = False,
+) -> DrillReport:
+    """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.
+
+    Compared are all metrics of all steps, and all files of all checkpoints: `torch.save`, safetensors, NumPy, JSON and
+    Parquet files by tensor, array, key or column, others by byte. If they differ, a second undisturbed run shows
+    whether the training itself is deterministic; and the states of generators, optimizers, schedules, scalers and
+    counters at the resume show what was probably not restored. The runs train on this machine, one after another, with
+    one thread for linear algebra, since sums are rounded in an order that depends on the number of threads.
+
+    Args:
+        trainable: the code to train: `package.module:Name`.
+        config: its configuration.
+        target: where the runs store checkpoints: a URI, the `type/name` of a saved block, or the block.
+        steps: how many steps each run trains.
+        kills: how many times the second run is killed by SIGKILL, after steps that `seed` draws: the trial, the
+            process of the search, and that process in the middle of an upload, in turn.
+        at: kill after these steps instead.
+        seed: of the draws.
+        save_every: the steps between two saves of a class; a function saves when it reports a checkpoint. Default: a
+            quarter of `steps`.
+        hours_between_failures: the mean time between failures, for the advice on how often to save.
+        keep: whether the runs' experiments stay on the target.
+
+    Returns:
+        DrillReport: the verdict, what was compared, and what saves and kills cost.
+
+    Raises:
+        NotExact: the runs differ; its `report` is the report. Its message names the first difference.
+        InvalidInput: an argument is invalid; nothing was trained.
+        StoreUnavailable, StoreRefused: the target cannot be used.
+        TuneError: a run failed otherwise; the message has its last output.
+    """
+    plan = drill_plan(trainable, config, steps, save_every, kills=kills, at=at or (), seed=seed)
+    report = run_drill(
+        plan.failing_every(hours_between_failures), resolve_target(target), environment_with_api(), keep=keep
+    )
+    for line in report.lines():
+        get_run_logger().info("%s", line)
+    if not report.is_exact:
+        raise NotExact(next(report.lines()), report)
+    return report

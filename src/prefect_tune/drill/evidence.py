@@ -1,0 +1,214 @@
+"""What one run of a drill has left: its journal and checkpoints on the target, its records on this machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.checkpoints.manifest import FileRef
+from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal_events import Committed, Reported, Started
+from prefect_tune.core.models import leaves
+from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.drill.file_contents import FileDifference, compare_files, difference
+from prefect_tune.drill.probe import Plan, Victim
+from prefect_tune.stores.local.download import fetch_committed
+
+METRICS = ""
+"""The file of a difference that is in the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The state of the training after a step, or after the checkpoint of that step was loaded."""
+
+    step: int
+    attempt: int
+    is_restored: bool
+    at: float
+    """The time of day, in seconds."""
+    seconds: float
+    """The time of the step."""
+    waited: float
+    """The time between the step before and this one, in which the training waited: mostly for its save."""
+    states: Mapping[str, str]
+    """A value or a digest, by kind and name; see `probe.states`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A committed save."""
+
+    step: int
+    size_bytes: int
+    sent_bytes: int
+    upload_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill, and what followed it."""
+
+    victim: Victim
+    step: int
+    """The last step that was trained before it."""
+    resumed_from: int
+    """The step after which training resumed."""
+    seconds: float
+    """From the kill to the end of the next step."""
+
+    @property
+    def steps_again(self) -> int:
+        """Steps that were trained again."""
+        return max(0, self.step - self.resumed_from)
+
+
+@dataclass(frozen=True)
+class DrillRun:
+    """One run of a drill, when it has ended."""
+
+    name: str
+    trial: TrialKey
+    metrics: Mapping[int, Mapping[str, object]]
+    """The last report of each step."""
+    checkpoints: Mapping[int, CheckpointKey]
+    """The newest checkpoint of each step that has one."""
+    file_counts: Mapping[int, int]
+    """The number of files of each."""
+    starts: Sequence[int]
+    """The steps after which its attempts began, in order."""
+    saves: Sequence[Save]
+    records: Sequence[Record]
+    kills: Sequence[Kill]
+
+    @property
+    def trained(self) -> int:
+        """Steps trained, those that were trained again included."""
+        return sum(not each.is_restored for each in self.records)
+
+
+def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> DrillRun:
+    """Return what the run has left.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the target failed.
+    """
+    events = [event for entry in history(store, trial.of_experiment, side_by_side=map) for event in entry.events]
+    commits = [each for each in events if isinstance(each, Committed)]
+    keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
+    records = list(read_records(plan.records))
+    return DrillRun(
+        name,
+        trial,
+        {each.report.step: dict(leaves(each.report.metrics)) for each in events if isinstance(each, Reported)},
+        keys,
+        {step: len(read_manifest(store, key).files) for step, key in keys.items()},
+        [each.from_step for each in events if isinstance(each, Started)],
+        [
+            Save(each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0)
+            for each in commits
+        ],
+        records,
+        list(kills_in(plan, records)),
+    )
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records; the last line of a process that was killed may be cut."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        found["is_restored"] = found.pop("restored")
+        yield Record(**found)
+
+
+def kills_in(plan: Plan, records: Sequence[Record]) -> Iterator[Kill]:
+    """Yield the kills that were made, each with what followed it."""
+    trained = [each for each in records if not each.is_restored]
+    for victim, at in plan.kills_made():
+        step = next((each.step for each in reversed(trained) if each.at <= at), 0)
+        after = next((each for each in trained if each.at > at), None)
+        if after is not None:
+            yield Kill(victim, step, after.step - 1, after.at - at)
+
+
+# ---------------------------------------------------------------------------------------------- compare two runs
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that differs between two runs after the same step."""
+
+    step: int
+    what: FileDifference
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The file and the key: the same thing at every step."""
+        return self.what.file, self.what.key
+
+    def __str__(self) -> str:
+        """Name the step, the place and the difference."""
+        what = f"metric `{self.what.key}`: {self.what.what}" if self.what.file == METRICS else str(self.what)
+        return f"step {self.step}: {what}"
+
+
+def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
+    """Return the first difference of each metric, file, tensor or key between two runs, by step."""
+    first: dict[tuple[str, str], Difference] = {}
+    for each in sorted([*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)], key=_order):
+        first.setdefault(each.place, each)
+    return list(first.values())
+
+
+def _order(each: Difference) -> tuple[int, bool]:
+    return each.step, each.what.file != METRICS
+
+
+def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
+    for step, metrics in expected.metrics.items():
+        others = found.metrics.get(step)
+        if others is None:
+            yield Difference(step, FileDifference(METRICS, "", "the step was not reported"))
+            continue
+        for name in dict.fromkeys([*metrics, *others]):
+            missing = "no value"
+            if what := difference(metrics.get(name, missing), others.get(name, missing)):
+                yield Difference(step, FileDifference(METRICS, name, what))
+
+
+def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
+    for step in sorted(expected.checkpoints.keys() & found.checkpoints.keys()):
+        left, right = (read_manifest(store, each.checkpoints[step]) for each in (expected, found))
+        contents = ({_content(each) for each in manifest.files} for manifest in (left, right))
+        unlike = {file for file, _ in set.symmetric_difference(*contents)}
+        if not unlike:
+            continue
+        with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-") as folder:
+            places = Path(folder, "expected"), Path(folder, "found")
+            for manifest, place in zip((left, right), places, strict=True):
+                fetch_committed(store, manifest, place)
+            for file in sorted(unlike):
+                there = [(place / file).is_file() for place in places]
+                if all(there):
+                    unlike_values = compare_files(places[0] / file, places[1] / file, file)
+                    yield from (Difference(step, each) for each in unlike_values)
+                else:
+                    what = "missing" if there[0] else "not in the undisturbed run"
+                    yield Difference(step, FileDifference(file, "", what))
+
+
+def _content(file: FileRef) -> tuple[str, tuple[tuple[int, str], ...]]:
+    return file.path, tuple((chunk.length, chunk.digest) for chunk in file.chunks)

@@ -1,0 +1,217 @@
+"""The result of a drill: its verdict, what differs, what was probably forgotten, and what saves and kills cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from prefect_tune.core.models import plural, shown_size
+from prefect_tune.drill.checkpoint_interval import best_interval, lost_share
+from prefect_tune.drill.evidence import METRICS, Difference, DrillRun, Kill
+from prefect_tune.drill.forgotten import Forgotten, forgotten_in
+
+if TYPE_CHECKING:
+    from prefect_tune.drill.run_drill import DrillPlan
+
+Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
+_SHOWN = 8
+_WHO = {"trial": "the trial", "search": "the search", "upload": "the search, in an upload"}
+
+
+class Runs(NamedTuple):
+    """The runs of a drill, and what differs between them."""
+
+    undisturbed: DrillRun
+    killed: DrillRun
+    again: DrillRun | None
+    """The second undisturbed one; None if there was no need of it."""
+    differences: Sequence[Difference]
+    """Between the first two."""
+    unstable: Sequence[Difference]
+    """Between the undisturbed ones."""
+
+
+@dataclass(frozen=True)
+class SaveCosts:
+    """What a save of the undisturbed run costs; medians."""
+
+    saves: int
+    seconds: float
+    """Of an upload."""
+    blocked_seconds: float
+    """In which training waited: to write the files, and for the upload."""
+    size_bytes: int
+    sent_bytes: int
+    """The bytes that were not on the target yet."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How often to save, for a mean time between failures."""
+
+    hours_between_failures: float
+    seconds: float
+    """Of training between two saves; Daly (2006)."""
+    steps: int
+    """The same in steps of this training."""
+    lost_share: float
+    """Of the time, to saves, failures and restarts."""
+
+
+@dataclass(frozen=True)
+class DrillReport:
+    """What a drill found."""
+
+    name: str
+    """The beginning of the names of its experiments."""
+    trainable: str
+    verdict: Verdict
+    steps: int
+    compared_metrics: int
+    """Values of metrics."""
+    compared_files: int
+    """Files of checkpoints."""
+    kills: Sequence[Kill]
+    missed_kills: int
+    """Kills that were planned and not made, since no upload began after their step."""
+    differences: Sequence[Difference]
+    """The first one of each metric, file, tensor or key, by step, without those of `unstable`."""
+    unstable: Sequence[Difference]
+    """What differs in a second undisturbed run too."""
+    forgotten: Sequence[Forgotten]
+    """What was probably not restored."""
+    save: SaveCosts | None
+    """None if nothing was saved."""
+    advice: Advice | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the run that was killed has the metrics and checkpoints of the undisturbed one."""
+        return self.verdict == "exact"
+
+    def fields(self) -> dict[str, object]:
+        """Return the report as JSON values."""
+        return {**asdict(self), "is_exact": self.is_exact}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as text."""
+        yield self._headline()
+        if self.verdict == "not exact":
+            first = self.differences[0]
+            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
+            yield from _listed("", self.differences[1:])
+        if self.verdict != "not deterministic" and self.unstable:
+            yield from _listed("differs in a second undisturbed run too, and is left out: ", self.unstable)
+        for each in self.forgotten:
+            yield f"  probably not restored: {each}"
+        if self.verdict == "not exact" and not self.forgotten:
+            yield (
+                "  nothing that the drill can see was left out: look for an iterator over the data, a generator of a "
+                "library of its own, or files that the training reads"
+            )
+        yield from self._costs()
+
+    def _headline(self) -> str:
+        if self.verdict == "exact":
+            times = plural(len(self.kills), "time", "times")
+            return f"exact: the run that was killed {times} is the same; {self._compared()}"
+        if self.verdict == "not deterministic":
+            first = self.unstable[0]
+            return (
+                f"not deterministic: two undisturbed runs differ, from step {first.step} on; first {first}. A resume "
+                "cannot be shown to be exact before they are the same: set seeds, and the library's deterministic mode"
+            )
+        return f"not exact: first difference at {self.differences[0]}"
+
+    def _compared(self) -> str:
+        metrics = plural(self.compared_metrics, "metric value", "metric values")
+        files = plural(self.compared_files, "checkpoint file", "checkpoint files")
+        return f"{metrics} and {files} of {self.steps} steps compared"
+
+    def _costs(self) -> Iterator[str]:
+        for each in self.kills:
+            again = f"trained {plural(each.steps_again, 'step', 'steps')} again"
+            yield (
+                f"  kill of {_WHO[each.victim]} after step {each.step}: resumed from step {each.resumed_from}, "
+                f"{again}, next step done after {each.seconds:.1f} s"
+            )
+        if self.missed_kills:
+            yield f"  {plural(self.missed_kills, 'kill was', 'kills were')} not made: no upload began after their step"
+        if self.save is not None:
+            found = self.save
+            yield (
+                f"  a save: {shown_size(found.size_bytes)}, {shown_size(found.sent_bytes)} of it sent, in "
+                f"{found.seconds:.2f} s; training waits {found.blocked_seconds:.2f} s"
+            )
+        if self.advice is not None:
+            advice = self.advice
+            yield (
+                f"  with a failure every {advice.hours_between_failures:g} h: save every {advice.seconds:.0f} s "
+                f"({plural(advice.steps, 'step', 'steps')}), which loses the least time, {advice.lost_share:.1%}"
+            )
+
+
+def _listed(before: str, differences: Sequence[Difference]) -> Iterator[str]:
+    for each in differences[:_SHOWN]:
+        yield f"  {before}{each}"
+    if len(differences) > _SHOWN:
+        yield f"  … and {len(differences) - _SHOWN} more"
+
+
+def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
+    """Return the report of the runs of a drill."""
+    undisturbed, killed, again, differences, unstable = runs
+    forgotten = forgotten_in(undisturbed, killed, again) if differences else []
+    places = {each.place for each in unstable}
+    left = [each for each in differences if each.place not in places]
+    save = _save_costs(undisturbed)
+    return DrillReport(
+        name=name,
+        trainable=plan.trainable,
+        verdict=_verdict(left, unstable),
+        steps=plan.steps,
+        compared_metrics=sum(map(len, undisturbed.metrics.values())),
+        compared_files=sum(count for step, count in undisturbed.file_counts.items() if step in killed.checkpoints),
+        kills=killed.kills,
+        missed_kills=len(plan.kills) - len(killed.kills),
+        differences=left,
+        unstable=unstable,
+        forgotten=forgotten,
+        save=save,
+        advice=_advice(plan, undisturbed, killed, save),
+    )
+
+
+def _verdict(left: Sequence[Difference], unstable: Sequence[Difference]) -> Verdict:
+    """A metric that differs by itself, such as a time, does not matter; a checkpoint that does hides everything."""
+    in_state = [each.step for each in unstable if each.what.file != METRICS]
+    if in_state and (not left or min(in_state) <= left[0].step):
+        return "not deterministic"
+    return "not exact" if left else "exact"
+
+
+def _save_costs(run: DrillRun) -> SaveCosts | None:
+    if not run.saves:
+        return None
+    saved = {each.step for each in run.saves}
+    waited = [each.waited for each in run.records if each.step - 1 in saved] or [0.0]
+    return SaveCosts(
+        saves=len(run.saves),
+        seconds=median(each.upload_seconds for each in run.saves),
+        blocked_seconds=median(waited),
+        size_bytes=int(median(each.size_bytes for each in run.saves)),
+        sent_bytes=int(median(each.sent_bytes for each in run.saves)),
+    )
+
+
+def _advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> Advice | None:
+    steps = [each.seconds for each in undisturbed.records if each.seconds > 0]
+    if save is None or not steps:
+        return None
+    mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
+    seconds = best_interval(cost, mean)
+    restart = median(each.seconds for each in killed.kills) if killed.kills else 0.0
+    share = lost_share(seconds, cost, restart, mean)
+    return Advice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)

@@ -1,0 +1,101 @@
+"""What a resumed run has probably not restored, from the states that the probe recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.drill.evidence import DrillRun, Record
+
+_NOUNS = {
+    "global": "the global random generator",
+    "rng": "the state of a random generator",
+    "optimizer": "the optimizer",
+    "schedule": "the learning-rate schedule",
+    "scaler": "the gradient scaler",
+    "model": "the model",
+    "counter": "a counter",
+    "value": "a value",
+    "state": "an attribute",
+}
+_SAVES = {
+    "random": "random.getstate()",
+    "numpy.random": "numpy.random.get_state()",
+    "torch": "torch.get_rng_state()",
+}
+_ORDER = list(_NOUNS)
+_MOST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Something that was not restored."""
+
+    kind: str
+    """`global`, `rng`, `optimizer`, `schedule`, `scaler`, `model`, `counter`, `value` or `state`."""
+    name: str
+    """The attribute or variable, or the library of a global generator."""
+    step: int
+    """After which step the run resumed."""
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        """Say what was not restored, and what to save."""
+        if self.kind == "global":
+            call = _SAVES.get(self.name, "torch.cuda.get_rng_state_all()")
+            return f"{_NOUNS[self.kind]} of `{self.name}`, after step {self.step}: save {call}, and set it on a resume"
+        values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected})"
+        return f"{_NOUNS[self.kind]}, `{self.name}`{values}, after step {self.step}: save and load it"
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 16 and all(each in "0123456789abcdef" for each in text)
+
+
+def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None) -> Sequence[Forgotten]:
+    """Return what was not restored at the first resume that shows it, the likeliest first.
+
+    Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
+    undisturbed run. A state that training does not change, or that differs between two undisturbed runs, is no
+    evidence. Of a function the model and all that follows from it may differ only because of another cause, so that
+    generators and counters come first.
+    """
+    known = {each.step: each for each in undisturbed.records}
+    others = {each.step: each for each in again.records} if again is not None else known
+    for record in _resumed(killed):
+        reference, other = known.get(record.step), others.get(record.step)
+        if reference is None or other is None:
+            continue
+        later = known.get(record.step + 1) or known.get(record.step - 1)
+        found = list(_unlike(record, reference, other, later.states if later else {}))
+        if found:
+            return sorted(_roots(found), key=lambda each: _ORDER.index(each.kind))[:_MOST]
+    return []
+
+
+def _resumed(killed: DrillRun) -> Iterator[Record]:
+    """Yield the first record of each attempt after the first one."""
+    attempt = 1
+    for each in killed.records:
+        if each.attempt != attempt:
+            attempt = each.attempt
+            yield each
+
+
+def _unlike(record: Record, reference: Record, other: Record, later: Mapping[str, str]) -> Iterator[Forgotten]:
+    for name, expected in reference.states.items():
+        found = record.states.get(name)
+        says_something = other.states.get(name) == expected != later.get(name) and not expected.startswith("<")
+        if found is not None and found != expected and says_something:
+            kind, _, path = name.partition(" ")
+            yield Forgotten(kind, path, record.step, found, expected)
+
+
+def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:
+    """Return one of each object: a counter in it if there is one, since that says the most."""
+    first: dict[tuple[str, str], Forgotten] = {}
+    for each in sorted(found, key=lambda one: _is_digest(one.found)):
+        owner = each.name if each.kind in {"global", "rng"} else each.name.partition(".")[0]
+        first.setdefault((each.kind, owner), each)
+    return list(first.values())

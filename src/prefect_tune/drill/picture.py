@@ -1,0 +1,77 @@
+"""A drill in a terminal: a line per run, with its commits, kills and resumes, and then what was found."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from rich.console import Console
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from prefect_tune.blocks import resolve_target
+from prefect_tune.core.texts import visible
+from prefect_tune.drill.findings import DrillReport
+from prefect_tune.drill.run_drill import DrillPlan, Track, api_of_drill, run_drill
+
+_CELLS = 24
+_LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed after this step"
+
+
+def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, keep: bool) -> DrillReport:
+    """Run a drill, show its runs as they go, and print what it found.
+
+    Args:
+        plan: what is trained, and where it is killed.
+        place: of the target; None for a temporary folder.
+        console: gets the picture and the lines.
+        keep: whether what the runs have written stays.
+
+    Raises as `run_drill`.
+    """
+    tracks: list[Track] = []
+    with ExitStack() as at_end:
+        if place is None:
+            place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
+            if not keep:
+                at_end.callback(shutil.rmtree, place, ignore_errors=True)
+        environment = at_end.enter_context(api_of_drill())
+        console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n")
+        with Live(get_renderable=lambda: picture_of(tracks), console=console):
+            report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+    console.print("" if console.is_terminal else "\n", f"  {_LEGEND}\n", sep="\n")
+    first, *others = map(visible, report.lines())
+    mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
+    console.print(Text.assemble(mark, first))
+    for line in others:
+        console.print(Padding(Text(line.strip()), (0, 0, 0, 4)))
+    if keep:
+        console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
+    return report
+
+
+def picture_of(tracks: Sequence[Track]) -> Table:
+    """Return the tracks, one below the other."""
+    table = Table.grid(padding=(0, 2))
+    for number, each in enumerate(tracks, 1):
+        words = (f"step {each.step}" if each.step else "", each.outcome, f"{each.seconds:.1f} s")
+        table.add_row(f"  {number} {each.name}", cells_of(each, _CELLS), *words)
+    return table
+
+
+def cells_of(track: Track, width: int) -> Text:
+    """Return the run as `width` cells: steps trained, checkpoints committed, kills, resumes."""
+    last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
+    marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]
+    for steps, mark in (
+        (track.committed, ("●", "green")),
+        (track.resumes, ("↻", "bold yellow")),
+        (track.kills, ("✗", "bold red")),
+    ):
+        for step in steps:
+            marks[last[min(step, track.steps)]] = mark
+    return Text.assemble(*marks)

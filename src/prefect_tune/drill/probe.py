@@ -1,0 +1,299 @@
+"""The trainable of a drill: the user's own, which records its state after each step, and kills itself when planned.
+
+It runs in the trial's process. Each record is a line of a file on this machine, so a kill loses none. A record has
+digests of what the next step may depend on: the generators of Python, NumPy and PyTorch, and the objects that training
+uses, which are the attributes of a class, or the local variables of a function at its reports. A run that resumes is
+compared with the undisturbed one by these digests, and so the drill can name what was not restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeAlias, cast
+
+from prefect_tune.drill.file_contents import flat_values
+from prefect_tune.runtime.load_named import load_trainable
+from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.trainable import Trainable, get_trial
+
+Victim: TypeAlias = Literal["trial", "search", "upload"]
+"""What a kill ends: the trial's process; the process of the search; that process in the middle of an upload."""
+
+_PLAN = "PREFECT_TUNE_DRILL"
+_MOST_VALUES = 4000
+_MOST_TEXT = 100
+_MOST_BYTES = 1 << 28
+_DEPTH = 3
+_STATES = ("getstate", "get_state", "state_dict")
+"""The methods by which generators, and models and optimizers, return their state."""
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the processes of one run of a drill do; it travels in an environment variable."""
+
+    trainable: str
+    """As in `pt.durable_trainable`: `package.module:Name`."""
+    folder: str
+    """Of the run, on this machine: its records, and the kills that were made."""
+    kills: tuple[tuple[int, Victim], ...] = ()
+    """After which step, and what; in order."""
+    search: int = 0
+    """The process id of the search; 0 if the plan is not in use yet."""
+
+    def in_environment(self) -> dict[str, str]:
+        """Return the environment variable that carries the plan."""
+        return {_PLAN: json.dumps([self.trainable, self.folder, self.kills, self.search])}
+
+    @classmethod
+    def of_environment(cls) -> Plan:
+        """Return the plan that this process was started with."""
+        trainable, folder, kills, search = json.loads(os.environ[_PLAN])
+        return cls(trainable, folder, tuple((step, victim) for step, victim in kills), search)
+
+    @property
+    def records(self) -> Path:
+        """The file of the records, one JSON document per line."""
+        return Path(self.folder, "records.jsonl")
+
+    def is_due(self, step: int, *victims: Victim) -> int | None:
+        """Return the number of the kill of one of these victims that is due after `step`; None if there is none."""
+        for number, (at, victim) in enumerate(self.kills):
+            if not Path(self.folder, f"kill-{number}").exists():  # one after another
+                return number if step >= at and victim in victims else None
+        return None
+
+    def kills_made(self) -> Iterator[tuple[Victim, float]]:
+        """Yield the kills that were made: what, and at what time of day in seconds."""
+        for number, (_, victim) in enumerate(self.kills):
+            with suppress(FileNotFoundError, ValueError):
+                yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
+
+    def kill(self, number: int, process: int) -> None:
+        """Note that kill `number` is made, and make it: SIGKILL to `process`."""
+        Path(self.folder, f"kill-{number}").write_text(str(time.time()), encoding="ascii")
+        os.kill(process, signal.SIGKILL)
+
+
+def __getattr__(name: str) -> object:
+    """Return the trainable that the plan of this process names, with the probe around it."""
+    if name != "Probed":
+        raise AttributeError(name)
+    plan = Plan.of_environment()
+    found = load_trainable(plan.trainable)
+    return _of_class(found, plan) if isinstance(found, type) else _of_function(cast(Callable[..., object], found), plan)
+
+
+# -------------------------------------------------------------------------------------------- around the trainable
+
+
+def _of_class(kind: type[Any], plan: Plan) -> type[Trainable]:
+    class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
+        _drill: _Probe | None = None
+
+        def load_checkpoint(self, checkpoint_dir: str) -> None:
+            super().load_checkpoint(checkpoint_dir)
+            self._drill = _Probe(plan)
+            self._drill.record(get_trial().step, _attributes(self), is_restored=True)
+
+        def step(self) -> Mapping[str, object]:
+            self._drill = self._drill or _Probe(plan)
+            self._drill.begins()
+            metrics = cast(Mapping[str, object], super().step())
+            self._drill.ends()
+            self._drill.record(get_trial().step + 1, _attributes(self))
+            return metrics
+
+    Probed.__name__, Probed.__qualname__, Probed.__module__ = kind.__name__, "Probed", __name__
+    Probed.__doc__ = kind.__doc__
+    return cast(type[Trainable], Probed)
+
+
+def _attributes(trainable: object) -> Mapping[str, object]:
+    return {name: each for name, each in vars(trainable).items() if name != "_drill"}
+
+
+def _of_function(train: Callable[..., object], plan: Plan) -> Callable[..., object]:
+    """Return the function with a probe at each report, which may come from the callback of a framework."""
+    code = inspect.unwrap(getattr(train, "func", train)).__code__
+    probe = _Probe(plan)
+
+    def probed(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def reports(session: TrialSession, *given: Any, **options: Any) -> None:
+            probe.ends()
+            frame = _frame_of(code, inspect.currentframe())
+            probe.record(session.step + 1, {} if frame is None else frame.f_locals)
+            try:
+                method(session, *given, **options)
+            finally:
+                probe.begins()
+
+        return reports
+
+    @functools.wraps(train)
+    def run(config: dict[str, Any]) -> object:
+        for name in ("report", "report_step"):  # in this process, which ends with the trial
+            setattr(TrialSession, name, probed(getattr(TrialSession, name)))
+        probe.begins()
+        return train(config)
+
+    return run
+
+
+def _frame_of(code: object, frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+class _Probe:
+    """Records the steps of one attempt."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._began = self._ended = time.time()
+        self._waited = 0.0
+        self._step = 0
+
+    def begins(self) -> None:
+        """A step begins, and with it a kill that is due after the step before it: that one was reported and saved."""
+        now = time.time()
+        self._waited, self._began = now - self._ended, now
+        number = self._plan.is_due(self._step, "trial", "search")
+        if number is not None:
+            is_trial = self._plan.kills[number][1] == "trial"
+            self._plan.kill(number, os.getpid() if is_trial else self._plan.search)
+            if not is_trial:
+                time.sleep(600)  # this process ends with its search
+
+    def ends(self) -> None:
+        """A step is trained."""
+        self._ended = time.time()
+
+    def record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
+        """Write a line: the state after this step, or after the checkpoint of this step was loaded."""
+        self._step = step
+        line = {
+            "step": step,
+            "attempt": get_trial().attempt,
+            "restored": is_restored,
+            "at": self._ended,
+            "seconds": self._ended - self._began,
+            "waited": self._waited,
+            "states": dict(states(objects)),
+        }
+        with self._plan.records.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._ended = time.time()  # the time that the record took is the drill's, and not the training's
+
+
+# ------------------------------------------------------------------------------------------------- digests of states
+
+
+def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield the state of the generators of this process and of `objects`, as `kind name` and a value or a digest."""
+    yield "global random", _digest(random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "global numpy.random", _digest(numpy.random.get_state())
+    if (torch := sys.modules.get("torch")) is not None:
+        yield "global torch", _digest(torch.get_rng_state())
+        if torch.cuda.is_initialized():
+            for device in range(torch.cuda.device_count()):
+                yield f"global torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
+    yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
+
+
+def _states_of(name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    kind = _kind_of(value)
+    if kind is None:
+        return
+    parts: Mapping[Any, object] | None = None
+    if kind == "state" and depth:
+        if isinstance(value, Mapping):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        elif not any(hasattr(value, each) for each in (*_STATES, "dtype")) and hasattr(value, "__dict__"):
+            parts = vars(value)
+    if parts:
+        for key, each in parts.items():
+            yield from _states_of(f"{name}.{key}", each, depth - 1)
+    else:
+        for path, leaf in flat_values(_state_of(value), name):
+            yield f"{kind} {path}", _shown(leaf)
+
+
+def _kind_of(value: object) -> str | None:
+    """Return what a value is to training: the noun with which the drill names it; None for code and modules."""
+    if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
+        return None
+    names = {each.__name__ for each in type(value).__mro__}
+    for kind, known in (
+        ("rng", {"Random", "RandomState"}),
+        ("rng", {"Generator"} if hasattr(value, "bit_generator") or hasattr(value, "get_state") else set[str]()),
+        ("optimizer", {"Optimizer"}),
+        ("schedule", {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}),
+        ("scaler", {"GradScaler"}),
+        ("model", {"Module"}),
+    ):
+        if names & known:
+            return kind
+    if isinstance(value, bool | int | float | str):
+        return "counter" if isinstance(value, int) and not isinstance(value, bool) else "value"
+    return "state"
+
+
+def _state_of(value: Any) -> object:
+    if hasattr(value, "bit_generator"):
+        return _digest(value.bit_generator.state)
+    for method in _STATES:
+        found = getattr(value, method, None)
+        if callable(found):
+            try:
+                return found() if method == "state_dict" else _digest(found())
+            except Exception:  # noqa: BLE001 - code of a library, called for a hint only
+                return None
+    return value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool | int | float | str) or value is None:
+        text = repr(value)
+        return text if len(text) <= _MOST_TEXT else _digest(text)
+    return _digest(value)
+
+
+def _digest(value: object) -> str:
+    """Return a digest of the content; of what cannot be pickled its type, which says nothing."""
+    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+        return f"<{type(value).__name__} of {value.nbytes:,} bytes>"  # type: ignore[attr-defined]  # an array
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return repr(value.item())  # type: ignore[attr-defined]  # a scalar of NumPy or PyTorch
+    if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
+        data = cast(bytes, tobytes())
+    elif all(hasattr(value, each) for each in ("detach", "is_floating_point")):
+        plain = cast(Any, value).detach().cpu().contiguous()
+        data = plain.reshape(-1).view(sys.modules["torch"].uint8).numpy().tobytes()
+    else:
+        try:
+            data = pickle.dumps(value)
+        except Exception:  # noqa: BLE001 - an iterator, an open file: it has no digest
+            return f"<{type(value).__name__}>"
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,0 +1,289 @@
+"""DrillRun a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+from prefect.settings import get_current_settings
+
+from prefect_tune.blocks import StorageTarget, target_reference
+from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.drill.evidence import DrillRun, compare, kills_in, read_records, read_run
+from prefect_tune.drill.findings import DrillReport, Runs, report_of
+from prefect_tune.drill.probe import Plan, Victim
+from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.prefect_api.local_server import start_prefect_server
+
+_LOOK_SECONDS = 0.2
+_TAIL = 2000
+_VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
+# Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """What a drill trains, and where it kills."""
+
+    trainable: str
+    """`package.module:Name`."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    steps: int = 12
+    save_every: int = 3
+    """In steps, for a class; a function saves when it reports a checkpoint."""
+    kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
+    hours_between_failures: float = 24.0
+
+    def failing_every(self, hours: float) -> DrillPlan:
+        """Return the plan with this mean time between failures, in hours.
+
+        Raises:
+            InvalidInput: it is not positive.
+        """
+        if not 0 < hours < math.inf:
+            raise InvalidInput(f"hours_between_failures: expected a positive number of hours, found {hours}")
+        return replace(self, hours_between_failures=hours)
+
+
+@dataclass
+class Track:
+    """What one run has done, as the picture shows it."""
+
+    name: str
+    steps: int
+    step: int = 0
+    committed: Collection[int] = ()
+    kills: list[int] = field(default_factory=list)
+    """After which steps it was killed."""
+    resumes: list[int] = field(default_factory=list)
+    """After which steps it resumed."""
+    seconds: float = 0.0
+    outcome: str = ""
+
+
+def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
+    """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
+
+    Raises:
+        InvalidInput: a step is not between 1 and the last one but one, or there are too few steps.
+    """
+    drawn = random.Random(seed)  # noqa: S311 - no secret
+    if not at and not 0 < count < steps:
+        raise InvalidInput(f"kills: expected a number from 1 to {steps - 1}, one less than steps, found {count}")
+    if wrong := [each for each in at if not 0 < each < steps]:
+        raise InvalidInput(
+            f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
+        )
+    chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
+    victims = [_VICTIMS[index % len(_VICTIMS)] for index in range(len(chosen))]
+    drawn.shuffle(victims)
+    return tuple(zip(chosen, victims, strict=True))
+
+
+def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
+    trainable: str,
+    config: object,
+    steps: int,
+    save_every: int | None,
+    *,
+    kills: int = 3,
+    at: Sequence[int] = (),
+    seed: int = 0,
+) -> DrillPlan:
+    """Return the plan of a drill.
+
+    Raises:
+        InvalidInput: the trainable has no import path, or a number is out of its range.
+    """
+    if ":" not in trainable:
+        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process can import")
+    if steps < 2:
+        raise InvalidInput(f"steps: expected 2 or more, of which a kill is after one, found {steps}")
+    if save_every is not None and not 0 < save_every <= steps:
+        raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
+    return DrillPlan(
+        trainable, storable_config(config), steps, save_every or max(1, steps // 4), kills_of(steps, kills, at, seed)
+    )
+
+
+def run_drill(
+    plan: DrillPlan,
+    target: StorageTarget,
+    environment: Mapping[str, str],
+    *,
+    keep: bool = False,
+    tracks: list[Track] | None = None,
+) -> DrillReport:
+    """Train undisturbed, and again with kills, and compare; if they differ, train a second time undisturbed.
+
+    Args:
+        plan: what is trained, and where it is killed.
+        target: where the runs store their checkpoints and journals.
+        environment: of the processes that train, with the address of a Prefect API.
+        keep: whether what the runs have written to the target stays.
+        tracks: gets the runs as they go, for a picture.
+
+    Raises:
+        StoreRefused, StoreUnavailable: the target cannot be used.
+        TuneError: a run failed; the message has its last output.
+    """
+    if not (checked := target.check()).ok:
+        raise StoreRefused(checked.message)
+    with ExitStack() as at_end:
+        folder = Path(tempfile.mkdtemp(prefix="prefect-tune-drill-"))
+        at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
+        drill = _Drill(plan, target, store, folder, environment, [] if tracks is None else tracks)
+        if not keep:
+            at_end.callback(drill.remove)
+        undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
+        differences = compare(store, undisturbed, killed)
+        again = drill.train("undisturbed again") if differences else None
+        unstable = compare(store, undisturbed, again) if again else []
+        return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable))
+
+
+@dataclass
+class _Drill:
+    """The runs of one drill."""
+
+    plan: DrillPlan
+    target: StorageTarget
+    store: ObjectStore
+    folder: Path
+    environment: Mapping[str, str]
+    tracks: list[Track]
+
+    def __post_init__(self) -> None:
+        self.name = f"drill-{uuid4().hex[:6]}"
+        self._trials: list[TrialKey] = []
+
+    def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
+        """Train in processes of their own until the last step, as a script that is started again after each kill."""
+        slug = run.replace(" ", "-")
+        trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
+        folder = self.folder / slug
+        folder.mkdir()
+        plan, track = Plan(self.plan.trainable, str(folder), kills), Track(run, self.plan.steps)
+        self.tracks.append(track)
+        self._trials.append(trial)
+        began = time.monotonic()
+        with self._following(track, trial, plan, began):
+            starts = 0
+            while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL:
+                starts += 1
+                if starts > len(kills):
+                    break
+        if code:
+            said = (folder / "output.log").read_text(errors="replace")[-_TAIL:]
+            raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
+        return read_run(self.store, trial, run, plan)
+
+    def _process(self, plan: Plan, trial: TrialKey, log: Path) -> int:
+        options = {
+            "target": target_reference(self.target),
+            "experiment": trial.experiment,
+            "config": dict(self.plan.config),
+            "steps": self.plan.steps,
+            "save_every": self.plan.save_every,
+        }
+        with (
+            log.open("ab") as output,
+            subprocess.Popen(
+                [sys.executable, "-m", "prefect_tune.drill.training", json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**self.environment, **_ONE_THREAD, **plan.in_environment()},
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                return process.wait()
+            finally:
+                process.kill()
+
+    @contextmanager
+    def _following(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> Iterator[None]:
+        """Keep the track as the run goes, in a thread."""
+        over = threading.Event()
+
+        def follow() -> None:
+            while not over.wait(_LOOK_SECONDS):
+                self._look(track, trial, plan, began)
+
+        thread = threading.Thread(target=follow, name="drill-picture", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._look(track, trial, plan, began)
+
+    def _look(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> None:
+        records = list(read_records(plan.records))
+        track.step = max((each.step for each in records), default=0)
+        kills = list(kills_in(plan, records))
+        track.kills, track.resumes = [each.step for each in kills], [each.resumed_from for each in kills]
+        with suppress(StoreUnavailable):
+            keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in self.store.list(trial.folder))
+            track.committed = {key.step for key in keys if key}
+        track.seconds = time.monotonic() - began
+
+    def remove(self) -> None:
+        """Remove what the runs have written: nothing else has their names."""
+        for trial in self._trials:
+            with suppress(TuneError):
+                found = self.store.list(trial.experiment)
+                self.store.delete([each.path for each in found])
+
+
+def environment_with_api() -> dict[str, str]:
+    """Return the environment of the runs of a drill within a flow run: with the address of its API."""
+    url = get_current_settings().api.url
+    return {**os.environ, **({"PREFECT_API_URL": url} if url else {})}
+
+
+@contextmanager
+def api_of_drill() -> Iterator[dict[str, str]]:
+    """Yield the environment of the runs of a drill: with the configured API, or a server that ends with the drill.
+
+    Raises:
+        TuneError: the server did not start.
+    """
+    if get_current_settings().api.url:
+        yield environment_with_api()
+        return
+    spared = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
+    own = {name: each for name, each in os.environ.items() if not name.startswith("PREFECT_")}
+    with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True) as folder:
+        own |= {"PREFECT_HOME": folder, "DO_NOT_TRACK": "1", "NO_PROXY": spared, "no_proxy": spared}
+        log = Path(folder, "server.log")
+        with log.open("wb") as output:
+            server = start_prefect_server(own, output, "few")
+        try:
+            if not server.answers():
+                said = log.read_text(errors="replace")[-_TAIL:]
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{said}")
+            yield {**own, "PREFECT_API_URL": server.url}
+        finally:
+            server.end()

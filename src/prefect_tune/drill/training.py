@@ -1,0 +1,86 @@
+"""One run of a drill, as a program: trains the trial of its plan durably, and is killed where the plan says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import prefect_tune as pt
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.drill.probe import Plan
+
+
+class _StruckStore:
+    """A store that passes everything on, and kills its process once the first part of an upload has arrived."""
+
+    def __init__(self, store: Any, plan: Plan) -> None:
+        self._store = store
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._store.create(path, data)
+        self._strike(path)
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._store.put(path, data)
+        self._strike(path)
+
+    def _strike(self, path: str) -> None:
+        if "/blobs/" not in path:
+            return
+        step = max((record_step(line) for line in self._plan.records.open(encoding="utf-8")), default=0)
+        if (number := self._plan.is_due(step, "upload")) is not None:
+            self._plan.kill(number, os.getpid())
+
+
+def record_step(line: str) -> int:
+    """Return the step of a line of the records."""
+    return int(json.loads(line)["step"])
+
+
+@contextmanager
+def _striking(target: type[Any], plan: Plan) -> Iterator[None]:
+    """Make the stores that targets of this class open strike as planned; in this process only, which is the drill's."""
+    opens = target.open
+
+    @contextmanager
+    def opened(self: Any, *given: Any, **options: timedelta) -> Iterator[Any]:
+        with opens(self, *given, **options) as store:
+            yield _StruckStore(store, plan)
+
+    with patch.object(target, "open", opened):
+        yield
+
+
+def main() -> None:
+    """Train with the options of the command line, one JSON document."""
+    from prefect_tune.blocks import resolve_target
+
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    plan = replace(Plan.of_environment(), search=os.getpid())
+    os.environ |= plan.in_environment()
+    target = resolve_target(options["target"])
+    with _striking(type(target), plan):
+        pt.durable_trainable(
+            "prefect_tune.drill.probe:Probed",
+            options["config"],
+            target=target,
+            experiment=options["experiment"],
+            stop={"step": options["steps"]},
+            checkpoint=pt.Cadence(every_steps=options["save_every"], every_seconds=None),
+            failures=pt.FailurePolicy(max_machine_failures=len(plan.kills) + 1),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A drill on a real target, with real processes and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import prefect_tune as pt
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.drill.picture import cells_of, drill_in_terminal
+from prefect_tune.drill.probe import Plan, states
+from prefect_tune.drill.run_drill import DrillPlan, Track, drill_plan, kills_of, run_drill
+
+MODEL = "prefect_tune.demo.model:Digits"
+
+
+@pytest.mark.timeout(900)
+def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undisturbed_one(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    console, target = Console(record=True, width=140, force_terminal=False), tmp_path / "target"
+    plan = DrillPlan(MODEL, {"width": 64}, 6, 2, kills=((2, "upload"), (3, "trial"), (5, "search")))
+    report = drill_in_terminal(plan, str(target), console, keep=False)
+    said = console.export_text()
+    assert report.is_exact, said
+    assert [(each.victim, each.step, each.resumed_from) for each in report.kills] == [
+        ("upload", 2, 0), ("trial", 3, 2), ("search", 5, 4),
+    ]  # fmt: skip
+    assert (report.compared_metrics, report.compared_files) == (6, 3 * 5)
+    assert "✓ exact: the run that was killed 3 times is the same; " in said
+    assert "2 killed" in said
+    left = [path for path in target.rglob("*") if path.is_file() and ".tmp" not in path.parts]
+    assert left == [], "without keep nothing stays"
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_what_was_forgotten_is_named_and_the_flow_fails(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    with pytest.raises(pt.NotExact) as caught:
+        pt.drill("tests.trainables.numpy_mlp:Forgetful", target=str(tmp_path), steps=6, at=[3])
+    report = caught.value.report
+    assert isinstance(report, pt.DrillReport)
+    assert "not exact: first difference at step " in str(caught.value)
+    assert json.loads(json.dumps(report.fields()))["forgotten"][0]["kind"] == "rng"
+
+
+def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
+    with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*nowhere"):
+        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment)
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
+    assert kills_of(12, 3, (), 0) == kills_of(12, 3, (), 0)
+    assert len({kills_of(12, 3, (), seed) for seed in range(20)}) > 10
+    for seed in range(20):
+        drawn = kills_of(12, 6, (), seed)
+        assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
+        assert all(0 < step < 12 for step, _ in drawn)
+        assert sorted(victim for _, victim in drawn) == ["search", "search", "trial", "trial", "upload", "upload"]
+    assert [step for step, _ in kills_of(12, 3, (7, 3), 0)] == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"trainable": "Net"}, "trainable 'Net': expected 'package.module:Name'"),
+        ({"steps": 1}, "steps: expected 2 or more"),
+        ({"kills": 0}, "kills: expected a number from 1 to 11, one less than steps, found 0"),
+        ({"kills": 12}, "kills: expected a number from 1 to 11, one less than steps, found 12"),
+        ({"at": (3, 12)}, "at: expected steps from 1 to 11, since a run of 12 steps ends then, found 12"),
+        ({"save_every": 13}, "save_every: expected a number of steps from 1 to 12, found 13"),
+        ({"config": {"f": object()}}, "config"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], said: str) -> None:
+    given: dict[str, object] = {"trainable": MODEL, "config": {}, "steps": 12, "save_every": None, **options}
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        drill_plan(**given)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path) -> None:
+    plan = Plan(MODEL, str(tmp_path), ((2, "upload"), (5, "trial")))
+    assert plan.is_due(1, "upload") is None
+    assert plan.is_due(9, "trial", "search") is None, "the upload's turn comes first"
+    assert plan.is_due(2, "upload") == 0
+    (tmp_path / "kill-0").write_text("12.5")
+    assert (plan.is_due(4, "trial"), plan.is_due(6, "trial")) == (None, 1)
+    assert list(plan.kills_made()) == [("upload", 12.5)]
+
+
+def test_the_plan_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(MODEL, "/folder", ((2, "upload"),), 17)
+    for name, value in plan.in_environment().items():
+        monkeypatch.setenv(name, value)
+    assert Plan.of_environment() == plan
+
+
+# -------------------------------------------------------------------------------------------------------- the states
+
+
+def test_the_state_of_a_generator_is_a_digest_that_changes_with_each_draw() -> None:
+    own, numpys = random.Random(1), np.random.default_rng(2)
+    first = dict(states({"own": own, "numpys": numpys}))
+    own.random()
+    numpys.random()
+    second = dict(states({"own": own, "numpys": numpys}))
+    assert first["rng own"] != second["rng own"]
+    assert first["rng numpys"] != second["rng numpys"]
+    own.setstate(random.Random(1).getstate())
+    assert dict(states({"own": own}))["rng own"] == first["rng own"]
+
+
+def test_values_are_shown_and_arrays_are_digests_by_their_paths() -> None:
+    found = dict(
+        states({"steps": 5, "rate": 0.1, "on": True, "parts": {"w": np.zeros(3), "n": [1]}, "np": np, "f": len})
+    )
+    assert {
+        "counter steps": "5",
+        "value rate": "0.1",
+        "value on": "True",
+        "counter parts.n.0": "1",
+    }.items() <= found.items()
+    assert len(found["state parts.w"]) == 16
+    assert not {name for name in found if name.endswith((" np", " f"))}, "neither modules nor functions"
+
+
+def test_what_has_no_digest_is_shown_by_its_type() -> None:
+    assert dict(states({"batches": iter([1])}))["state batches"].startswith(("<", *"0123456789abcdef"))
+    assert dict(states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
+
+
+# ------------------------------------------------------------------------------------------------------- the picture
+
+
+@pytest.mark.parametrize(
+    ("track", "picture"),
+    [
+        (Track("not yet", 12), "············"),
+        (Track("begun", 12, step=5, committed={3}), "━━●━━·······"),
+        (Track("scaled", 24, step=24, committed={6, 12, 18, 24}), "━━●━━●━━●━━●"),
+        (Track("killed", 12, step=9, committed={3, 6}, kills=[8], resumes=[6]), "━━●━━↻━✗━···"),
+        (Track("one step per many cells", 4, step=2, committed={1}), "━━●━━━······"),
+    ],
+)
+def test_a_track_shows_each_step_in_its_place(track: Track, picture: str) -> None:
+    assert cells_of(track, 12).plain == picture

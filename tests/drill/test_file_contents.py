@@ -1,0 +1,124 @@
+"""What differs between two files: by array, key or column where the format is known, and no pickle is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefect_tune.drill.file_contents import compare_files
+
+Write = Callable[[Path, Any], object]
+
+
+@pytest.fixture
+def differences(tmp_path: Path) -> Callable[..., list[str]]:
+    def compared(name: str, write: Write, expected: object, found: object) -> list[str]:
+        places = tmp_path / "expected", tmp_path / "found"
+        for place, content in zip(places, (expected, found), strict=True):
+            write(place, content)
+        return [str(each) for each in compare_files(*places, name)]
+
+    return compared
+
+
+def as_npz(path: Path, arrays: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def as_npy(path: Path, array: Any) -> None:
+    with path.open("wb") as file:
+        np.save(file, array)
+
+
+def as_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+def as_parquet(path: Path, columns: dict[str, Any]) -> None:
+    pq.write_table(pa.table(columns), path)
+
+
+def as_zip(path: Path, members: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(zipfile.ZipInfo(name, (2020 + len(data), 1, 1, 0, 0, 0)), data)
+
+
+def near(value: float) -> Any:
+    array = np.zeros((4, 8), np.float32)
+    array[1, 3] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "expected", "found", "shown"),
+    [
+        ("w.npz", as_npz, {"w": near(0), "b": near(1)}, {"w": near(2e-9), "b": near(1)},
+         ["`w.npz`, `w`, 1 of 32 values, max |Δ| 2e-09"]),
+        ("w.npy", as_npy, near(0), near(-0.0), ["`w.npy`, 1 of 32 values, max |Δ| 0"]),
+        ("w.npy", as_npy, near(np.nan), near(np.nan), []),
+        ("w.npy", as_npy, near(0), near(0).astype(np.float64), ["`w.npy`, float64 (4, 8), expected float32 (4, 8)"]),
+        ("w.npy", as_npy, np.array([True, False]), np.array([True, True]), ["`w.npy`, 1 of 2 values, max |Δ| 1"]),
+        ("s.json", as_json, {"epoch": 5, "lr": [0.1]}, {"epoch": 7, "lr": [0.1]}, ["`s.json`, `epoch`, 7, expected 5"]),
+        ("s.json", as_json, {"a": {"b": 1}}, {"a": {}},
+         ["`s.json`, `a.b`, missing", "`s.json`, `a`, not in the undisturbed run"]),
+        ("s.json", as_json, {"a": 1, "b": 2}, {"b": 2, "a": 1}, []),
+        ("t.parquet", as_parquet, {"x": [1, 2], "y": ["a", "b"]}, {"x": [1, 3], "y": ["a", "b"]},
+         ["`t.parquet`, `x`, 1 of 2 values, max |Δ| 1"]),
+        ("m.keras", as_zip, {"weights": b"123", "config": b"{}"}, {"weights": b"124", "config": b"{}"},
+         ["`m.keras`, `weights`, bytes differ (3, expected 3)"]),
+        ("m.keras", as_zip, {"weights": b"123"}, {"weights": b"123"}, []),
+        ("x.bin", Path.write_bytes, b"abcd", b"abxd", ["`x.bin`, bytes differ from byte 2 on (4 bytes)"]),
+        ("x.bin", Path.write_bytes, b"abcd", b"abcde", ["`x.bin`, bytes differ from byte 4 on (5, expected 4 bytes)"]),
+        ("x.bin", Path.write_bytes, b"abcd", b"abcd", []),
+        ("s.json", Path.write_bytes, b"{", b"[", ["`s.json`, bytes differ from byte 0 on (1 bytes)"]),
+    ],
+)  # fmt: skip
+def test_a_difference_is_named_as_the_format_allows(
+    name: str, write: Write, expected: object, found: object, shown: list[str], differences: Callable[..., list[str]]
+) -> None:
+    assert differences(name, write, expected, found) == shown
+
+
+def test_archives_that_differ_only_in_their_times_are_the_same(differences: Callable[..., list[str]]) -> None:
+    members = iter((2001, 2002))
+
+    def write(path: Path, content: bytes) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(zipfile.ZipInfo("w", (next(members), 1, 1, 0, 0, 0)), content)
+
+    assert differences("m.keras", write, b"same", b"same") == []
+
+
+class Evil:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return (Path.mkdir, (self.folder,))
+
+
+@pytest.mark.parametrize("name", ["m.pkl", "m.pt", "m.npy", "m.json"])
+def test_no_pickle_is_run(name: str, tmp_path: Path, differences: Callable[..., list[str]]) -> None:
+    evil = tmp_path / "was-run"
+    (found,) = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
+    assert "bytes differ" in found
+    objects = (np.array([Evil(evil), size], dtype=object) for size in (1, 2))
+    (found,) = differences(name, as_pickled_array, *objects)
+    assert "bytes differ" in found
+    assert not evil.exists()
+
+
+def as_pickled_array(path: Path, array: Any) -> None:
+    with path.open("wb") as file:
+        np.save(file, array, allow_pickle=True)

@@ -1,0 +1,99 @@
+"""The verdict of a drill, and its sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.drill.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
+from prefect_tune.drill.file_contents import FileDifference
+from prefect_tune.drill.findings import DrillReport, Runs, report_of
+from prefect_tune.drill.run_drill import DrillPlan
+
+TRIAL = TrialKey(experiment="drill-0-undisturbed", generation=1, trial="trial")
+PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
+KEY = CheckpointKey(trial=TRIAL, step=2, sequence=1)
+
+
+def run(kills: Sequence[Kill] = ()) -> DrillRun:
+    records = [Record(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
+    metrics = {step: {"loss": 1 / step} for step in range(1, 5)}
+    return DrillRun("run", TRIAL, metrics, {2: KEY}, {2: 3}, [0], [Save(2, 2048, 512, 0.1)], records, kills)
+
+
+def reported(differences: Sequence[Difference] = (), unstable: Sequence[Difference] = ()) -> DrillReport:
+    killed = run([Kill("trial", 3, 2, 4.2)])
+    again = run() if differences else None
+    return report_of(PLAN, "drill-0", Runs(run(), killed, again, differences, unstable))
+
+
+def at(step: int, file: str, key: str, what: str = "2, expected 1") -> Difference:
+    return Difference(step, FileDifference(file, key, what))
+
+
+def test_runs_that_are_the_same_are_exact_and_the_costs_are_said() -> None:
+    found = reported()
+    assert (found.verdict, found.is_exact) == ("exact", True)
+    assert list(found.lines()) == [
+        "exact: the run that was killed 1 time is the same; 4 metric values and 3 checkpoint files of 4 steps compared",
+        "  kill of the trial after step 3: resumed from step 2, trained 1 step again, next step done after 4.2 s",
+        "  a save: 2 KiB, 512 B of it sent, in 0.10 s; training waits 0.20 s",
+        "  with a failure every 24 h: save every 186 s (372 steps), which loses the least time, 0.2%",
+    ]
+
+
+def test_the_first_difference_is_named_and_up_to_where_the_runs_are_equal() -> None:
+    found = reported(
+        [at(3, "optimizer.pt", "state.3.exp_avg", "1 of 4,096 values, max |Δ| 2e-09"), at(4, METRICS, "loss")]
+    )
+    assert found.verdict == "not exact"
+    first, equal, second, hint, *_ = found.lines()
+    assert first == f"not exact: first difference at {found.differences[0]}"
+    assert str(found.differences[0]).startswith("step 3: `optimizer.pt`, `state.3.exp_avg`, 1 of 4,096 values, ")
+    assert equal == "  equal up to step 2; 4 metric values and 3 checkpoint files of 4 steps compared"
+    assert second == "  step 4: metric `loss`: 2, expected 1"
+    assert "nothing that the drill can see was left out" in hint
+
+
+def test_a_metric_that_differs_by_itself_does_not_matter() -> None:
+    seconds = at(1, METRICS, "seconds")
+    found = reported([seconds], [seconds])
+    assert found.is_exact
+    assert any("a second undisturbed run too" in line and "`seconds`" in line for line in found.lines())
+
+
+@pytest.mark.parametrize(
+    ("differs", "unstable", "verdict"),
+    [
+        (at(3, "m.pt", "w"), at(1, METRICS, "seconds"), "not exact"),
+        (at(3, "m.pt", "w"), at(2, "m.pt", "w"), "not deterministic"),
+        (at(3, "m.pt", "w"), at(2, "m.pt", "v"), "not deterministic"),
+        (at(2, "m.pt", "w"), at(4, "m.pt", "v"), "not exact"),
+    ],
+)
+def test_a_training_that_differs_from_itself_proves_nothing(
+    differs: Difference, unstable: Difference, verdict: str
+) -> None:
+    found = reported([differs], [unstable])
+    assert found.verdict == verdict
+    assert next(found.lines()).startswith(verdict)
+
+
+def test_what_is_too_much_to_list_is_counted() -> None:
+    lines = list(reported([at(3, "m.pt", f"w{index}") for index in range(20)]).lines())
+    assert "  … and 11 more" in lines
+
+
+def test_the_report_is_json() -> None:
+    found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
+    assert found["differences"] == [{"step": 3, "what": {"file": "m.pt", "key": "w", "what": "2, expected 1"}}]
+    assert (found["verdict"], found["is_exact"]) == ("not exact", False)
+
+
+def test_a_kill_that_was_not_made_is_said() -> None:
+    found = report_of(PLAN, "drill-0", Runs(run(), run(), None, (), ()))
+    assert found.missed_kills == 1
+    assert any("1 kill was not made" in line for line in found.lines())

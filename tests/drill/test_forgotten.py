@@ -1,0 +1,97 @@
+"""What a resumed run has probably not restored, by the states of its first step after the resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.drill.evidence import DrillRun, Record
+from prefect_tune.drill.forgotten import forgotten_in
+
+DIGESTS = [f"{number:016x}" for number in range(100)]
+
+
+def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
+    return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
+
+
+def run(*records: Record) -> DrillRun:
+    trial = TrialKey(experiment="e", generation=1, trial="trial")
+    return DrillRun("run", trial, {}, {}, {}, [0], [], records, [])
+
+
+def undisturbed(**names: str) -> DrillRun:
+    """A run in which each of these states changes at each step, and `fixed` never does."""
+    states = {f"{kind} {name.replace('__', '.')}": kind for name, kind in names.items()}
+    return run(
+        *(record(step, dict.fromkeys(states, f"{DIGESTS[step]}") | {"state fixed": "0"}) for step in range(1, 6))
+    )
+
+
+def resumed_at(step: int, like: DrillRun, **changes: str) -> DrillRun:
+    states = dict(next(each.states for each in like.records if each.step == step))
+    states |= {name: value for name, value in changes.items() if name in states}
+    return run(*like.records[:step], record(step, states, attempt=2, is_restored=True))
+
+
+def test_what_is_as_it_was_is_not_named() -> None:
+    like = undisturbed(random="rng")
+    assert forgotten_in(like, resumed_at(3, like)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("global", "random", "the global random generator of `random`: save random.getstate()"),
+        ("global", "numpy.random", "the global random generator of `numpy.random`: save numpy.random.get_state()"),
+        ("global", "torch", "the global random generator of `torch`: save torch.get_rng_state()"),
+        ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
+        ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
+        ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),
+    ],
+)  # fmt: skip
+def test_each_kind_is_said_with_what_to_save(kind: str, name: str, said: str) -> None:
+    like = undisturbed(**{name.replace(".", "__"): kind})
+    (found,) = forgotten_in(like, resumed_at(3, like, **{f"{kind} {name}": DIGESTS[99]}))
+    assert str(found).replace(", and set it on a resume", "").replace(", after step 3", "") == said
+
+
+def test_a_counter_is_said_with_both_values() -> None:
+    like = run(*(record(step, {"counter steps": str(step)}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"counter steps": "0"}))
+    assert str(found) == "a counter, `steps` (0, expected 3), after step 3: save and load it"
+
+
+def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if_there_is_one() -> None:
+    like = undisturbed(weights="model", random="rng", adam__step="optimizer", adam__mean="optimizer")
+    changed = {
+        "model weights": "ff",
+        "optimizer adam.mean": DIGESTS[98],
+        "optimizer adam.step": "0",
+        "rng random": "ee",
+    }
+    found = forgotten_in(like, resumed_at(3, like, **changed))
+    assert [(each.kind, each.name) for each in found] == [
+        ("rng", "random"), ("optimizer", "adam.step"), ("model", "weights"),
+    ]  # fmt: skip
+
+
+def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:
+    like = run(*(record(step, {"rng numpy.random": DIGESTS[1]}) for step in range(1, 6)))
+    assert forgotten_in(like, resumed_at(3, like, **{"rng numpy.random": DIGESTS[9]})) == []
+
+
+def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:
+    like, again = undisturbed(random="rng"), undisturbed(random="rng")
+    for each in again.records:
+        each.states["rng random"] = DIGESTS[50 + each.step]  # type: ignore[index]  # a dict of this test
+    killed = resumed_at(3, like, **{"rng random": DIGESTS[99]})
+    assert forgotten_in(like, killed, again) == []
+    assert forgotten_in(like, killed, like) != []
+
+
+def test_what_has_no_digest_is_no_evidence() -> None:
+    like = run(*(record(step, {"state batches": "<generator>"}) for step in range(1, 6)))
+    assert forgotten_in(like, resumed_at(3, like, **{"state batches": "<list>"})) == []

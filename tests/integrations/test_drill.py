@@ -1,0 +1,75 @@
+"""The drill: what a training has forgotten is named with its step and place, and each example passes its drill."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.drill.run_drill import DrillPlan, run_drill
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
+pytest.importorskip("torch")
+MODULE = "tests.trainables.forgetful"
+
+
+def drilled(trainable: str, config: dict[str, object], api: str, folder: Path, steps: int = 6) -> pt.DrillReport:
+    """Kill the trial once, after half of the steps; a save follows each second one."""
+    plan = DrillPlan(trainable, config, steps, 2, kills=((steps // 2, "trial"),))
+    return run_drill(plan, pt.LocalTarget(path=str(folder)), {**os.environ, "PREFECT_API_URL": api})
+
+
+@pytest.mark.parametrize("trainable", ["Whole", "train"])
+def test_a_training_that_saves_everything_is_exact(trainable: str, prefect_server: str, tmp_path: Path) -> None:
+    found = drilled(f"{MODULE}:{trainable}", {}, prefect_server, tmp_path)
+    assert found.is_exact, list(found.lines())
+
+
+@pytest.mark.parametrize(
+    ("forgets", "kind", "name"),
+    [
+        ("python", "global", "random"),
+        ("numpy", "global", "numpy.random"),
+        ("torch", "global", "torch"),
+        ("order", "counter", "place"),
+        ("optimizer", "optimizer", "optimizer."),
+        ("schedule", "schedule", "schedule."),
+        ("scaler", "scaler", "scaler."),
+        ("steps", "counter", "steps"),
+    ],
+)
+@pytest.mark.parametrize("form", ["class", "function"])
+def test_what_one_of_its_variants_forgets_is_named(
+    form: str, forgets: str, kind: str, name: str, prefect_server: str, tmp_path: Path
+) -> None:
+    trainable = f"Forgets{forgets.capitalize()}" if form == "class" else "train"
+    config: dict[str, object] = {} if form == "class" else {"forgets": forgets}
+    found = drilled(f"{MODULE}:{trainable}", config, prefect_server, tmp_path)
+    assert found.verdict == "not exact", list(found.lines())
+    assert found.differences[0].step in {3, 4, 5}, "the steps after the resume, until the first save"
+    first = found.forgotten[0]
+    assert first.kind == kind, list(found.lines())
+    assert first.name.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "config"),
+    [
+        ("torch_digits:Digits", {"lr": 0.1, "width": 32}),
+        ("sklearn_digits:Digits", {"alpha": 1e-4, "learning_rate_init": 0.01}),
+        ("lightning_digits:train", {"lr": 0.1, "width": 32}),
+        ("transformers_digits:train", {"learning_rate": 1e-3}),
+        ("keras_digits:train", {"learning_rate": 0.01, "units": 16}),
+        ("xgboost_digits:train", {"max_depth": 3, "learning_rate": 0.3}),
+        ("lightgbm_digits:train", {"num_leaves": 15, "learning_rate": 0.1}),
+    ],
+)
+def test_each_example_passes_its_drill(
+    trainable: str, config: dict[str, object], prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    found = drilled(f"{trainable}", config, prefect_server, tmp_path)
+    assert found.is_exact, list(found.lines())

@@ -1,0 +1,141 @@
+"""A small PyTorch training that depends on everything a training can depend on, and variants that forget one thing."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+import prefect_tune as pt
+
+
+class Whole(pt.Trainable):
+    """Saves and loads all of it."""
+
+    forgets: ClassVar[str] = ""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        random.seed(1)
+        np.random.seed(2)  # noqa: NPY002 - the global generator, which many trainings use
+        torch.manual_seed(3)
+        self.inputs = torch.randn(256, 8)
+        self.targets = self.inputs.sum(1, keepdim=True)
+        self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
+        self.model = nn.Sequential(nn.Linear(8, config.get("width", 16)), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        self.steps = 0
+
+    def step(self) -> dict[str, float]:
+        if self.place + 32 > 256:
+            self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
+        rows = self.order[self.place : self.place + 32]
+        self.place += 32
+        scale = 1 + 0.1 * random.random() + 0.01 * np.random.random() + 0.001 * self.steps  # noqa: NPY002 - the global generator, as above
+        loss = nn.functional.mse_loss(self.model(self.inputs[rows] * scale), self.targets[rows])
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # of PyTorch
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.steps += 1
+        return {"loss": loss.item(), "scale": self.scaler.get_scale()}
+
+    def state(self) -> dict[str, Any]:
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "torch": torch.get_rng_state(),
+        }
+        return {name: each for name, each in parts.items() if name != self.forgets}
+
+    def plain(self) -> dict[str, Any]:
+        numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - as above
+        numpy["state"]["key"] = numpy["state"]["key"].tolist()  # type: ignore[index]  # of the old interface
+        parts = {
+            "python": random.getstate(),
+            "numpy": numpy,
+            "order": [self.order.tolist(), self.place],
+            "steps": self.steps,
+        }
+        return {name: each for name, each in parts.items() if name != self.forgets}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        torch.save(self.state(), Path(checkpoint_dir, "state.pt"))
+        Path(checkpoint_dir, "state.json").write_text(json.dumps(self.plain()))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        state = torch.load(Path(checkpoint_dir, "state.pt"), weights_only=True)
+        for name in ("model", "optimizer", "schedule", "scaler"):
+            if name in state:
+                getattr(self, name).load_state_dict(state[name])
+        if "torch" in state:
+            torch.set_rng_state(state["torch"])
+        plain = json.loads(Path(checkpoint_dir, "state.json").read_text())
+        if "python" in plain:
+            version, values, gauss = plain["python"]
+            random.setstate((version, tuple(values), gauss))
+        if "numpy" in plain:
+            np.random.set_state(plain["numpy"])  # noqa: NPY002 - as above
+        if "order" in plain:
+            self.order, self.place = np.array(plain["order"][0]), plain["order"][1]
+        self.steps = plain.get("steps", self.steps)
+
+
+class ForgetsPython(Whole):
+    forgets = "python"
+
+
+class ForgetsNumpy(Whole):
+    forgets = "numpy"
+
+
+class ForgetsTorch(Whole):
+    forgets = "torch"
+
+
+class ForgetsOrder(Whole):
+    forgets = "order"
+
+
+class ForgetsOptimizer(Whole):
+    forgets = "optimizer"
+
+
+class ForgetsSchedule(Whole):
+    forgets = "schedule"
+
+
+class ForgetsScaler(Whole):
+    forgets = "scaler"
+
+
+class ForgetsSteps(Whole):
+    forgets = "steps"
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train as a function does, which forgets what `config["forgets"]` names."""
+    kind = type("Function", (Whole,), {"forgets": config.get("forgets", "")})
+    made = kind()
+    made.setup(config)
+    model, optimizer, schedule, scaler = made.model, made.optimizer, made.schedule, made.scaler
+    if (checkpoint := pt.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as directory:
+            made.load_checkpoint(directory)
+    while True:
+        metrics = made.step()
+        steps, order = made.steps, made.order
+        folder = pt.get_trial().new_checkpoint_dir()
+        made.save_checkpoint(str(folder))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(folder))
+        del model, optimizer, schedule, scaler, steps, order
+        model, optimizer, schedule, scaler = made.model, made.optimizer, made.schedule, made.scaler
