@@ -6,8 +6,8 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
-from prefect_tune.drill.findings import DrillReport
-from prefect_tune.drill.run_drill import drill_plan, environment_with_api, run_drill
+from prefect_tune.drills.findings import DrillReport
+from prefect_tune.drills.run_drill import drill_plan, environment_with_api, run_drill
 from prefect_tune.parameters.forms import ConfigField, TargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 

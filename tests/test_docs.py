@@ -123,7 +123,9 @@ def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: s
     assert re.search(r"^50 0\.000\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["x"]
-    *printed, _demo = [each for each in blocks_of(README) if each.language == "text"]  # the demo has its own tests
+    *printed, drilled = [each for each in blocks_of(README) if each.language == "text"]
+    assert "✓ exact: the run that was killed 2 times is the same; 8 metric values" in drilled.code
+    assert "exact: the run that was killed 2 times is the same" in done.stdout
     seen = " ".join(done.stdout.split())
     missing = [line for each in printed for line in each.code.splitlines() if line != "…" and not is_in(seen, line)]
     assert missing == []

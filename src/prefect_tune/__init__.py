@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.random_search import RandomSearch
     from prefect_tune.core.search.repeated import Repeated
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
-    from prefect_tune.drill.findings import DrillReport
+    from prefect_tune.drills.findings import DrillReport
     from prefect_tune.flows.drill import drill
     from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
     from prefect_tune.flows.maintain import maintain
@@ -262,7 +262,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.repeated": "Repeated",
     "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
-    "prefect_tune.drill.findings": "DrillReport",
+    "prefect_tune.drills.findings": "DrillReport",
     "prefect_tune.flows.drill": "drill",
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.drill.run_drill import DrillPlan, run_drill
+from prefect_tune.drills.run_drill import DrillPlan, run_drill
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
 pytest.importorskip("torch")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.drill.file_contents import flat_values
+from prefect_tune.drills.file_contents import flat_values
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial

@@ -16,8 +16,8 @@ from prefect_tune.core.models import leaves
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drill.file_contents import FileDifference, compare_files, difference
-from prefect_tune.drill.probe import Plan, Victim
+from prefect_tune.drills.file_contents import FileDifference, compare_files, difference
+from prefect_tune.drills.probe import Plan, Victim
 from prefect_tune.stores.local.download import fetch_committed
 
 METRICS = ""

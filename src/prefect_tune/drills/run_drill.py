@@ -26,9 +26,9 @@ from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drill.evidence import DrillRun, compare, kills_in, read_records, read_run
-from prefect_tune.drill.findings import DrillReport, Runs, report_of
-from prefect_tune.drill.probe import Plan, Victim
+from prefect_tune.drills.evidence import DrillRun, compare, kills_in, read_records, read_run
+from prefect_tune.drills.findings import DrillReport, Runs, report_of
+from prefect_tune.drills.probe import Plan, Victim
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
@@ -208,7 +208,7 @@ class _Drill:
         with (
             log.open("ab") as output,
             subprocess.Popen(
-                [sys.executable, "-m", "prefect_tune.drill.training", json.dumps(options)],
+                [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

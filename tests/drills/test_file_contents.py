@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefect_tune.drill.file_contents import compare_files
+from prefect_tune.drills.file_contents import compare_files
 
 Write = Callable[[Path, Any], object]
 

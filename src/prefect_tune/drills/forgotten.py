@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.drill.evidence import DrillRun, Record
+from prefect_tune.drills.evidence import DrillRun, Record
 
 _NOUNS = {
     "global": "the global random generator",

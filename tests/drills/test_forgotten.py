@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.drill.evidence import DrillRun, Record
-from prefect_tune.drill.forgotten import forgotten_in
+from prefect_tune.drills.evidence import DrillRun, Record
+from prefect_tune.drills.forgotten import forgotten_in
 
 DIGESTS = [f"{number:016x}" for number in range(100)]
 

@@ -8,12 +8,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.models import plural, shown_size
-from prefect_tune.drill.checkpoint_interval import best_interval, lost_share
-from prefect_tune.drill.evidence import METRICS, Difference, DrillRun, Kill
-from prefect_tune.drill.forgotten import Forgotten, forgotten_in
+from prefect_tune.drills.checkpoint_interval import best_interval, lost_share
+from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill
+from prefect_tune.drills.forgotten import Forgotten, forgotten_in
 
 if TYPE_CHECKING:
-    from prefect_tune.drill.run_drill import DrillPlan
+    from prefect_tune.drills.run_drill import DrillPlan
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
 _SHOWN = 8

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.drill.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
-from prefect_tune.drill.file_contents import FileDifference
-from prefect_tune.drill.findings import DrillReport, Runs, report_of
-from prefect_tune.drill.run_drill import DrillPlan
+from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
+from prefect_tune.drills.file_contents import FileDifference
+from prefect_tune.drills.findings import DrillReport, Runs, report_of
+from prefect_tune.drills.run_drill import DrillPlan
 
 TRIAL = TrialKey(experiment="drill-0-undisturbed", generation=1, trial="trial")
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))

@@ -14,9 +14,9 @@ from rich.console import Console
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.drill.picture import cells_of, drill_in_terminal
-from prefect_tune.drill.probe import Plan, states
-from prefect_tune.drill.run_drill import DrillPlan, Track, drill_plan, kills_of, run_drill
+from prefect_tune.drills.picture import cells_of, drill_in_terminal
+from prefect_tune.drills.probe import Plan, states
+from prefect_tune.drills.run_drill import DrillPlan, Track, drill_plan, kills_of, run_drill
 
 MODEL = "prefect_tune.demo.model:Digits"
 

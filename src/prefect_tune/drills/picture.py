@@ -15,8 +15,8 @@ from rich.text import Text
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.texts import visible
-from prefect_tune.drill.findings import DrillReport
-from prefect_tune.drill.run_drill import DrillPlan, Track, api_of_drill, run_drill
+from prefect_tune.drills.findings import DrillReport
+from prefect_tune.drills.run_drill import DrillPlan, Track, api_of_drill, run_drill
 
 _CELLS = 24
 _LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed after this step"

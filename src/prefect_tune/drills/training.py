@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import prefect_tune as pt
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.drill.probe import Plan
+from prefect_tune.drills.probe import Plan
 
 
 class _StruckStore:
@@ -70,16 +70,19 @@ def main() -> None:
     plan = replace(Plan.of_environment(), search=os.getpid())
     os.environ |= plan.in_environment()
     target = resolve_target(options["target"])
-    with _striking(type(target), plan):
-        pt.durable_trainable(
-            "prefect_tune.drill.probe:Probed",
-            options["config"],
-            target=target,
-            experiment=options["experiment"],
-            stop={"step": options["steps"]},
-            checkpoint=pt.Cadence(every_steps=options["save_every"], every_seconds=None),
-            failures=pt.FailurePolicy(max_machine_failures=len(plan.kills) + 1),
-        )
+    try:
+        with _striking(type(target), plan):
+            pt.durable_trainable(
+                "prefect_tune.drills.probe:Probed",
+                options["config"],
+                target=target,
+                experiment=options["experiment"],
+                stop={"step": options["steps"]},
+                checkpoint=pt.Cadence(every_steps=options["save_every"], every_seconds=None),
+                failures=pt.FailurePolicy(max_machine_failures=len(plan.kills) + 1),
+            )
+    except pt.TuneError as error:
+        sys.exit(str(error))  # the log has the rest
 
 
 if __name__ == "__main__":
