@@ -39,6 +39,8 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.durable_trainable",
             "results",
             "tuner.stopping",
+            "flows.drill",
+            "drills",
             "flows.maintain",
             "maintenance.runner",
             "maintenance.delete_experiment",

@@ -48,7 +48,7 @@ CALLS = {
     "stop": [["stop", "{target}", "e", "--trial", "errored"]],
     "delete": [["delete", "{target}", "e", "--yes", "--even-if-running"]],
 }
-SHOW_NO_TEXT_OF_A_TARGET = {"demo", "blocks", "run", "deploy"}
+SHOW_NO_TEXT_OF_A_TARGET = {"demo", "drill", "blocks", "run", "deploy"}
 SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
 """Of a flow: see `tests/suspension/test_hostile_texts.py` and `tests/core/test_visible_texts.py`."""
 

@@ -67,13 +67,16 @@ class DrillReport:
     name: str
     """The beginning of the names of its experiments."""
     trainable: str
+    """Its import path."""
     verdict: Verdict
+    """`exact`; `not exact`; or `not deterministic`, if two undisturbed runs differ."""
     steps: int
     compared_metrics: int
     """Values of metrics."""
     compared_files: int
     """Files of checkpoints."""
     kills: Sequence[Kill]
+    """The kills that were made, each with what followed it."""
     missed_kills: int
     """Kills that were planned and not made, since no upload began after their step."""
     differences: Sequence[Difference]
@@ -85,6 +88,7 @@ class DrillReport:
     save: SaveCosts | None
     """None if nothing was saved."""
     advice: Advice | None
+    """How often to save; None if nothing was saved."""
 
     @property
     def is_exact(self) -> bool:
