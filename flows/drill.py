@@ -59,10 +59,17 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         StoreUnavailable, StoreRefused: the target cannot be used.
         TuneError: a run failed otherwise; the message has its last output.
     """
-    plan = drill_plan(trainable, config, steps, save_every, kills=kills, at=at or (), seed=seed)
-    report = run_drill(
-        plan.failing_every(hours_between_failures), resolve_target(target), environment_with_api(), keep=keep
+    plan = drill_plan(
+        trainable,
+        config,
+        steps,
+        save_every,
+        kills=kills,
+        at=at or (),
+        seed=seed,
+        hours_between_failures=hours_between_failures,
     )
+    report = run_drill(plan, resolve_target(target), environment_with_api(), keep=keep)
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:

@@ -6,7 +6,7 @@ from math import exp
 
 import pytest
 
-from prefect_tune.drills.checkpoint_interval import best_interval, lost_share
+from prefect_tune.drills.findings import best_interval, lost_share
 
 
 def slowdown(interval: float, save: float, mean: float) -> float:

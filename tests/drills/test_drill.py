@@ -15,7 +15,7 @@ from rich.console import Console
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills.picture import cells_of, drill_in_terminal
-from prefect_tune.drills.probe import Plan, states
+from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import DrillPlan, Track, drill_plan, kills_of, run_drill
 
 MODEL = "prefect_tune.demo.model:Digits"
@@ -94,7 +94,7 @@ def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], said: str)
 
 
 def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path) -> None:
-    plan = Plan(MODEL, str(tmp_path), ((2, "upload"), (5, "trial")))
+    plan = RunPlan(MODEL, str(tmp_path), ((2, "upload"), (5, "trial")))
     assert plan.is_due(1, "upload") is None
     assert plan.is_due(9, "trial", "search") is None, "the upload's turn comes first"
     assert plan.is_due(2, "upload") == 0
@@ -104,10 +104,10 @@ def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path)
 
 
 def test_the_plan_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(MODEL, "/folder", ((2, "upload"),), 17)
+    plan = RunPlan(MODEL, "/folder", ((2, "upload"),), 17)
     for name, value in plan.in_environment().items():
         monkeypatch.setenv(name, value)
-    assert Plan.of_environment() == plan
+    assert RunPlan.of_environment() == plan
 
 
 # -------------------------------------------------------------------------------------------------------- the states

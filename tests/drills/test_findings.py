@@ -7,21 +7,29 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
 from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.run_drill import DrillPlan
 
-TRIAL = TrialKey(experiment="drill-0-undisturbed", generation=1, trial="trial")
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
-KEY = CheckpointKey(trial=TRIAL, step=2, sequence=1)
+MANIFEST = Manifest(
+    experiment="e",
+    generation=1,
+    trial="trial",
+    step=2,
+    sequence=1,
+    about=About(attempt=1, term=1, write_id="w", created_at=""),
+    blobs=(),
+    files=tuple(FileRef(path=name, size_bytes=0) for name in "abc"),
+)
 
 
 def run(kills: Sequence[Kill] = ()) -> DrillRun:
     records = [Record(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
     metrics = {step: {"loss": 1 / step} for step in range(1, 5)}
-    return DrillRun("run", TRIAL, metrics, {2: KEY}, {2: 3}, [0], [Save(2, 2048, 512, 0.1)], records, kills)
+    return DrillRun(metrics, {2: MANIFEST}, [Save(2, 2048, 512, 0.1)], records, kills)
 
 
 def reported(differences: Sequence[Difference] = (), unstable: Sequence[Difference] = ()) -> DrillReport:

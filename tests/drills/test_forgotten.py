@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.drills.evidence import DrillRun, Record
 from prefect_tune.drills.forgotten import forgotten_in
 
@@ -18,8 +17,7 @@ def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restore
 
 
 def run(*records: Record) -> DrillRun:
-    trial = TrialKey(experiment="e", generation=1, trial="trial")
-    return DrillRun("run", trial, {}, {}, {}, [0], [], records, [])
+    return DrillRun({}, {}, [], records, [])
 
 
 def undisturbed(**names: str) -> DrillRun:
@@ -81,6 +79,12 @@ def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if
 def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:
     like = run(*(record(step, {"rng numpy.random": DIGESTS[1]}) for step in range(1, 6)))
     assert forgotten_in(like, resumed_at(3, like, **{"rng numpy.random": DIGESTS[9]})) == []
+
+
+def test_what_does_not_change_at_each_step_is_evidence() -> None:
+    like = run(*(record(step, {"scaler scaler.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(4, like, **{"scaler scaler.scale": "1024"}))
+    assert (found.name, found.found, found.expected) == ("scaler.scale", "1024", "2048")
 
 
 def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:

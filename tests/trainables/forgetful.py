@@ -1,11 +1,11 @@
-"""A small PyTorch training that depends on everything a training can depend on, and variants that forget one thing."""
+"""A small PyTorch training that depends on everything a training can depend on, which can forget one thing."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,10 @@ import prefect_tune as pt
 
 
 class Whole(pt.Trainable):
-    """Saves and loads all of it."""
-
-    forgets: ClassVar[str] = ""
+    """Saves and loads all of it, but for what `config["forgets"]` names."""
 
     def setup(self, config: dict[str, Any]) -> None:
+        self.forgets = config.get("forgets", "")
         random.seed(1)
         np.random.seed(2)  # noqa: NPY002 - the global generator, which many trainings use
         torch.manual_seed(3)
@@ -28,7 +27,7 @@ class Whole(pt.Trainable):
         self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
         self.model = nn.Sequential(nn.Linear(8, config.get("width", 16)), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         self.steps = 0
 
@@ -90,52 +89,15 @@ class Whole(pt.Trainable):
         self.steps = plain.get("steps", self.steps)
 
 
-class ForgetsPython(Whole):
-    forgets = "python"
-
-
-class ForgetsNumpy(Whole):
-    forgets = "numpy"
-
-
-class ForgetsTorch(Whole):
-    forgets = "torch"
-
-
-class ForgetsOrder(Whole):
-    forgets = "order"
-
-
-class ForgetsOptimizer(Whole):
-    forgets = "optimizer"
-
-
-class ForgetsSchedule(Whole):
-    forgets = "schedule"
-
-
-class ForgetsScaler(Whole):
-    forgets = "scaler"
-
-
-class ForgetsSteps(Whole):
-    forgets = "steps"
-
-
 def train(config: dict[str, Any]) -> None:
-    """Train as a function does, which forgets what `config["forgets"]` names."""
-    kind = type("Function", (Whole,), {"forgets": config.get("forgets", "")})
-    made = kind()
+    """Train as a function does."""
+    made = Whole()
     made.setup(config)
-    model, optimizer, schedule, scaler = made.model, made.optimizer, made.schedule, made.scaler
     if (checkpoint := pt.get_checkpoint()) is not None:
         with checkpoint.as_directory() as directory:
             made.load_checkpoint(directory)
     while True:
         metrics = made.step()
-        steps, order = made.steps, made.order
         folder = pt.get_trial().new_checkpoint_dir()
         made.save_checkpoint(str(folder))
         pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(folder))
-        del model, optimizer, schedule, scaler, steps, order
-        model, optimizer, schedule, scaler = made.model, made.optimizer, made.schedule, made.scaler

@@ -110,8 +110,9 @@ def drill(
         kills=kills,
         at=steps_at,
         seed=seed,
+        hours_between_failures=failure_hours,
     )
-    _drilled(plan.failing_every(failure_hours), target, keep=keep, as_json=as_json)
+    _drilled(plan, target, keep=keep, as_json=as_json)
 
 
 _COULD_NOT_RUN = 2

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.core.checkpoints.manifest import FileRef
+from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events import Committed, Reported, Started
+from prefect_tune.core.journal_events import Committed, Reported
 from prefect_tune.core.models import leaves
 from prefect_tune.core.recovery import read_manifest
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.file_contents import FileDifference, compare_files, difference
-from prefect_tune.drills.probe import Plan, Victim
+from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.stores.local.download import fetch_committed
 
 METRICS = ""
@@ -73,27 +73,16 @@ class Kill:
 class DrillRun:
     """One run of a drill, when it has ended."""
 
-    name: str
-    trial: TrialKey
     metrics: Mapping[int, Mapping[str, object]]
     """The last report of each step."""
-    checkpoints: Mapping[int, CheckpointKey]
-    """The newest checkpoint of each step that has one."""
-    file_counts: Mapping[int, int]
-    """The number of files of each."""
-    starts: Sequence[int]
-    """The steps after which its attempts began, in order."""
+    manifests: Mapping[int, Manifest]
+    """Of the newest checkpoint of each step that has one."""
     saves: Sequence[Save]
     records: Sequence[Record]
     kills: Sequence[Kill]
 
-    @property
-    def trained(self) -> int:
-        """Steps trained, those that were trained again included."""
-        return sum(not each.is_restored for each in self.records)
 
-
-def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> DrillRun:
+def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     """Return what the run has left.
 
     Raises:
@@ -104,12 +93,8 @@ def read_run(store: ObjectStore, trial: TrialKey, name: str, plan: Plan) -> Dril
     keys = {each.checkpoint.step: trial.checkpoint_key(each.checkpoint) for each in commits}
     records = list(read_records(plan.records))
     return DrillRun(
-        name,
-        trial,
         {each.report.step: dict(leaves(each.report.metrics)) for each in events if isinstance(each, Reported)},
-        keys,
-        {step: len(read_manifest(store, key).files) for step, key in keys.items()},
-        [each.from_step for each in events if isinstance(each, Started)],
+        {step: read_manifest(store, key) for step, key in keys.items()},
         [
             Save(each.checkpoint.step, each.checkpoint.size_bytes, each.sent_bytes or 0, each.upload_seconds or 0.0)
             for each in commits
@@ -134,7 +119,7 @@ def read_records(path: Path) -> Iterator[Record]:
         yield Record(**found)
 
 
-def kills_in(plan: Plan, records: Sequence[Record]) -> Iterator[Kill]:
+def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
     """Yield the kills that were made, each with what followed it."""
     trained = [each for each in records if not each.is_restored]
     for victim, at in plan.kills_made():
@@ -190,8 +175,8 @@ def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
 
 
 def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
-    for step in sorted(expected.checkpoints.keys() & found.checkpoints.keys()):
-        left, right = (read_manifest(store, each.checkpoints[step]) for each in (expected, found))
+    for step in sorted(expected.manifests.keys() & found.manifests.keys()):
+        left, right = expected.manifests[step], found.manifests[step]
         contents = ({_content(each) for each in manifest.files} for manifest in (left, right))
         unlike = {file for file, _ in set.symmetric_difference(*contents)}
         if not unlike:

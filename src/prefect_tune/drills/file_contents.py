@@ -180,10 +180,10 @@ def flat_values(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for index, each in enumerate(value):
             yield from flat_values(each, f"{name}.{index}" if name else str(index))
     else:
-        yield name, _as_array(value)
+        yield name, as_array(value)
 
 
-def _as_array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     """Return a tensor as an array; NumPy has no bfloat16 and no 8-bit floats, so those are widened, which is exact."""
     if not all(hasattr(value, each) for each in ("detach", "is_floating_point")):
         return value

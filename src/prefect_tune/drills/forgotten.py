@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.drills.evidence import DrillRun, Record
@@ -63,13 +64,14 @@ def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None
     """
     known = {each.step: each for each in undisturbed.records}
     others = {each.step: each for each in again.records} if again is not None else known
+    seen = {pair for each in undisturbed.records for pair in each.states.items()}
+    values = Counter(name for name, _ in seen)
+    changing = {name for name, count in values.items() if count > 1}
     for record in _resumed(killed):
         reference, other = known.get(record.step), others.get(record.step)
         if reference is None or other is None:
             continue
-        later = known.get(record.step + 1) or known.get(record.step - 1)
-        found = list(_unlike(record, reference, other, later.states if later else {}))
-        if found:
+        if found := list(_unlike(record, reference, other, changing)):
             return sorted(_roots(found), key=lambda each: _ORDER.index(each.kind))[:_MOST]
     return []
 
@@ -83,10 +85,10 @@ def _resumed(killed: DrillRun) -> Iterator[Record]:
             yield each
 
 
-def _unlike(record: Record, reference: Record, other: Record, later: Mapping[str, str]) -> Iterator[Forgotten]:
+def _unlike(record: Record, reference: Record, other: Record, changing: Collection[str]) -> Iterator[Forgotten]:
     for name, expected in reference.states.items():
         found = record.states.get(name)
-        says_something = other.states.get(name) == expected != later.get(name) and not expected.startswith("<")
+        says_something = name in changing and other.states.get(name) == expected and not expected.startswith("<")
         if found is not None and found != expected and says_something:
             kind, _, path = name.partition(" ")
             yield Forgotten(kind, path, record.step, found, expected)

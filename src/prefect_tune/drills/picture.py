@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from rich.text import Text
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.texts import visible
 from prefect_tune.drills.findings import DrillReport
-from prefect_tune.drills.run_drill import DrillPlan, Track, api_of_drill, run_drill
+from prefect_tune.drills.run_drill import DrillPlan, Track, api_of_drill, run_drill, temporary_folder
 
 _CELLS = 24
 _LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed after this step"
@@ -35,10 +34,10 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     """
     tracks: list[Track] = []
     with ExitStack() as at_end:
-        if place is None:
+        if place is None and keep:
             place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
-            if not keep:
-                at_end.callback(shutil.rmtree, place, ignore_errors=True)
+        elif place is None:
+            place = at_end.enter_context(temporary_folder())
         environment = at_end.enter_context(api_of_drill())
         console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n")
         with Live(get_renderable=lambda: picture_of(tracks), console=console):
@@ -58,8 +57,8 @@ def picture_of(tracks: Sequence[Track]) -> Table:
     """Return the tracks, one below the other."""
     table = Table.grid(padding=(0, 2))
     for number, each in enumerate(tracks, 1):
-        words = (f"step {each.step}" if each.step else "", each.outcome, f"{each.seconds:.1f} s")
-        table.add_row(f"  {number} {each.name}", cells_of(each, _CELLS), *words)
+        step, seconds = f"step {each.step}" if each.step else "", f"{each.seconds:.1f} s"
+        table.add_row(f"  {number} {each.name}", cells_of(each, _CELLS), step, seconds)
     return table
 
 

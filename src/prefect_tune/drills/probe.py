@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.drills.file_contents import flat_values
+from prefect_tune.drills.file_contents import as_array, flat_values
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
@@ -45,7 +45,7 @@ _DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What the processes of one run of a drill do; it travels in an environment variable."""
 
     trainable: str
@@ -62,7 +62,7 @@ class Plan:
         return {_PLAN: json.dumps([self.trainable, self.folder, self.kills, self.search])}
 
     @classmethod
-    def of_environment(cls) -> Plan:
+    def of_environment(cls) -> RunPlan:
         """Return the plan that this process was started with."""
         trainable, folder, kills, search = json.loads(os.environ[_PLAN])
         return cls(trainable, folder, tuple((step, victim) for step, victim in kills), search)
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> object:
     """Return the trainable that the plan of this process names, with the probe around it."""
     if name != "Probed":
         raise AttributeError(name)
-    plan = Plan.of_environment()
+    plan = RunPlan.of_environment()
     found = load_trainable(plan.trainable)
     return _of_class(found, plan) if isinstance(found, type) else _of_function(cast(Callable[..., object], found), plan)
 
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> object:
 # -------------------------------------------------------------------------------------------- around the trainable
 
 
-def _of_class(kind: type[Any], plan: Plan) -> type[Trainable]:
+def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
     class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
         _drill: _Probe | None = None
 
@@ -129,7 +129,7 @@ def _attributes(trainable: object) -> Mapping[str, object]:
     return {name: each for name, each in vars(trainable).items() if name != "_drill"}
 
 
-def _of_function(train: Callable[..., object], plan: Plan) -> Callable[..., object]:
+def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
     """Return the function with a probe at each report, which may come from the callback of a framework."""
     code = inspect.unwrap(getattr(train, "func", train)).__code__
     probe = _Probe(plan)
@@ -166,7 +166,7 @@ def _frame_of(code: object, frame: FrameType | None) -> FrameType | None:
 class _Probe:
     """Records the steps of one attempt."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._began = self._ended = time.time()
         self._waited = 0.0
@@ -280,17 +280,15 @@ def _shown(value: object) -> str:
     return _digest(value)
 
 
-def _digest(value: object) -> str:
+def _digest(value: Any) -> str:
     """Return a digest of the content; of what cannot be pickled its type, which says nothing."""
+    value = as_array(value)
     if getattr(value, "nbytes", 0) > _MOST_BYTES:
-        return f"<{type(value).__name__} of {value.nbytes:,} bytes>"  # type: ignore[attr-defined]  # an array
+        return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return repr(value.item())  # type: ignore[attr-defined]  # a scalar of NumPy or PyTorch
+        return repr(value.item())
     if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
         data = cast(bytes, tobytes())
-    elif all(hasattr(value, each) for each in ("detach", "is_floating_point")):
-        plain = cast(Any, value).detach().cpu().contiguous()
-        data = plain.reshape(-1).view(sys.modules["torch"].uint8).numpy().tobytes()
     else:
         try:
             data = pickle.dumps(value)

@@ -1,4 +1,4 @@
-"""DrillRun a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
+"""Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -28,7 +27,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.evidence import DrillRun, compare, kills_in, read_records, read_run
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
-from prefect_tune.drills.probe import Plan, Victim
+from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
@@ -52,16 +51,6 @@ class DrillPlan:
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
 
-    def failing_every(self, hours: float) -> DrillPlan:
-        """Return the plan with this mean time between failures, in hours.
-
-        Raises:
-            InvalidInput: it is not positive.
-        """
-        if not 0 < hours < math.inf:
-            raise InvalidInput(f"hours_between_failures: expected a positive number of hours, found {hours}")
-        return replace(self, hours_between_failures=hours)
-
 
 @dataclass
 class Track:
@@ -76,7 +65,6 @@ class Track:
     resumes: list[int] = field(default_factory=list)
     """After which steps it resumed."""
     seconds: float = 0.0
-    outcome: str = ""
 
 
 def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
@@ -107,6 +95,7 @@ def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
     kills: int = 3,
     at: Sequence[int] = (),
     seed: int = 0,
+    hours_between_failures: float = 24.0,
 ) -> DrillPlan:
     """Return the plan of a drill.
 
@@ -119,9 +108,12 @@ def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
         raise InvalidInput(f"steps: expected 2 or more, of which a kill is after one, found {steps}")
     if save_every is not None and not 0 < save_every <= steps:
         raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
-    return DrillPlan(
-        trainable, storable_config(config), steps, save_every or max(1, steps // 4), kills_of(steps, kills, at, seed)
-    )
+    if not 0 < hours_between_failures < math.inf:
+        raise InvalidInput(
+            f"hours_between_failures: expected a positive number of hours, found {hours_between_failures}"
+        )
+    chosen, every = kills_of(steps, kills, at, seed), save_every or max(1, steps // 4)
+    return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures)
 
 
 def run_drill(
@@ -148,10 +140,9 @@ def run_drill(
     if not (checked := target.check()).ok:
         raise StoreRefused(checked.message)
     with ExitStack() as at_end:
-        folder = Path(tempfile.mkdtemp(prefix="prefect-tune-drill-"))
-        at_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = Path(at_end.enter_context(temporary_folder()))
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = _Drill(plan, target, store, folder, environment, [] if tracks is None else tracks)
+        drill = _Drill(plan, target, store, folder, environment, tracks)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
@@ -170,7 +161,8 @@ class _Drill:
     store: ObjectStore
     folder: Path
     environment: Mapping[str, str]
-    tracks: list[Track]
+    tracks: list[Track] | None
+    """None if no one looks: then the runs are not followed."""
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
@@ -182,11 +174,9 @@ class _Drill:
         trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
         folder = self.folder / slug
         folder.mkdir()
-        plan, track = Plan(self.plan.trainable, str(folder), kills), Track(run, self.plan.steps)
-        self.tracks.append(track)
+        plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
-        began = time.monotonic()
-        with self._following(track, trial, plan, began):
+        with nullcontext() if self.tracks is None else self._following(self.tracks, run, trial, plan):
             starts = 0
             while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL:
                 starts += 1
@@ -195,9 +185,9 @@ class _Drill:
         if code:
             said = (folder / "output.log").read_text(errors="replace")[-_TAIL:]
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
-        return read_run(self.store, trial, run, plan)
+        return read_run(self.store, trial, plan)
 
-    def _process(self, plan: Plan, trial: TrialKey, log: Path) -> int:
+    def _process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
         options = {
             "target": target_reference(self.target),
             "experiment": trial.experiment,
@@ -222,9 +212,10 @@ class _Drill:
                 process.kill()
 
     @contextmanager
-    def _following(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> Iterator[None]:
-        """Keep the track as the run goes, in a thread."""
-        over = threading.Event()
+    def _following(self, tracks: list[Track], run: str, trial: TrialKey, plan: RunPlan) -> Iterator[None]:
+        """Add a track, and keep it as the run goes, in a thread."""
+        track, began, over = Track(run, self.plan.steps), time.monotonic(), threading.Event()
+        tracks.append(track)
 
         def follow() -> None:
             while not over.wait(_LOOK_SECONDS):
@@ -239,7 +230,7 @@ class _Drill:
             thread.join()
             self._look(track, trial, plan, began)
 
-    def _look(self, track: Track, trial: TrialKey, plan: Plan, began: float) -> None:
+    def _look(self, track: Track, trial: TrialKey, plan: RunPlan, began: float) -> None:
         records = list(read_records(plan.records))
         track.step = max((each.step for each in records), default=0)
         kills = list(kills_in(plan, records))
@@ -255,6 +246,11 @@ class _Drill:
             with suppress(TuneError):
                 found = self.store.list(trial.experiment)
                 self.store.delete([each.path for each in found])
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder of a drill, which is removed at its end, or at that of the process if a signal comes first."""
+    return tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True)
 
 
 def environment_with_api() -> dict[str, str]:
@@ -275,7 +271,7 @@ def api_of_drill() -> Iterator[dict[str, str]]:
         return
     spared = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
     own = {name: each for name, each in os.environ.items() if not name.startswith("PREFECT_")}
-    with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder() as folder:
         own |= {"PREFECT_HOME": folder, "DO_NOT_TRACK": "1", "NO_PROXY": spared, "no_proxy": spared}
         log = Path(folder, "server.log")
         with log.open("wb") as output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +15,13 @@ from unittest.mock import patch
 
 import prefect_tune as pt
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.drills.probe import Plan
+from prefect_tune.drills.probe import RunPlan
 
 
 class _StruckStore:
     """A store that passes everything on, and kills its process once the first part of an upload has arrived."""
 
-    def __init__(self, store: Any, plan: Plan) -> None:
+    def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
         self._plan = plan
 
@@ -38,18 +39,14 @@ class _StruckStore:
     def _strike(self, path: str) -> None:
         if "/blobs/" not in path:
             return
-        step = max((record_step(line) for line in self._plan.records.open(encoding="utf-8")), default=0)
-        if (number := self._plan.is_due(step, "upload")) is not None:
+        with self._plan.records.open(encoding="utf-8") as records:
+            last = deque(records, maxlen=1)[0]  # a save follows the record of its step
+        if (number := self._plan.is_due(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
 
-def record_step(line: str) -> int:
-    """Return the step of a line of the records."""
-    return int(json.loads(line)["step"])
-
-
 @contextmanager
-def _striking(target: type[Any], plan: Plan) -> Iterator[None]:
+def _striking(target: type[Any], plan: RunPlan) -> Iterator[None]:
     """Make the stores that targets of this class open strike as planned; in this process only, which is the drill's."""
     opens = target.open
 
@@ -67,7 +64,7 @@ def main() -> None:
     from prefect_tune.blocks import resolve_target
 
     options: dict[str, Any] = json.loads(sys.argv[1])
-    plan = replace(Plan.of_environment(), search=os.getpid())
+    plan = replace(RunPlan.of_environment(), search=os.getpid())
     os.environ |= plan.in_environment()
     target = resolve_target(options["target"])
     try:

@@ -243,7 +243,7 @@ class Reporter(SearchObserver):
     """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
 
     def __init__(self, target: StorageTarget, attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> None:
-        experiment = attempts.view().experiment
+        experiment = attempts.experiment
         self._target = target
         self._attempts = attempts
         self._outlook = outlook
@@ -300,7 +300,7 @@ class Reporter(SearchObserver):
     def _artifacts(self) -> Sequence[ArtifactContent]:
         if self._early is not None:
             self._catch_up()
-        drawn = drawn_trials(self._attempts.view().experiment)
+        drawn = drawn_trials(self._attempts.experiment)
         with self._guard:
             history = self._history.view(drawn)
         attempts = self._attempts.view()  # after the history, which must not have trials that the experiment lacks
@@ -315,7 +315,7 @@ class Reporter(SearchObserver):
 
     def _catch_up(self) -> None:
         """Read the entries of earlier runs, then add the events since this run began."""
-        experiment = self._attempts.view().experiment
+        experiment = self._attempts.experiment
         before = self._before(experiment.key)
         with self._guard:
             self._history = before or self._fresh(experiment, is_whole=False)

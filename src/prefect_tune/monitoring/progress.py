@@ -117,5 +117,5 @@ def progress(
 
 
 def _begun(attempts: RunningAttempts, outlook: SearchEstimate, log: Log) -> Progress:
-    owner = attempts.view().experiment.owner
+    owner = attempts.experiment.owner
     return Progress(ProgressTracker(attempts, outlook, time.monotonic()), log, link=link_to(owner) if owner else None)

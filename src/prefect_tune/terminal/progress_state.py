@@ -92,7 +92,7 @@ class ProgressTracker:
         self._guard = threading.Lock()
         self._rungs = Counter(
             each.report.step
-            for trial in attempts.view().experiment.trials.values()
+            for trial in attempts.experiment.trials.values()
             for each in trial.past
             if each.report
             if each.what == "decided"

@@ -110,6 +110,11 @@ class RunningAttempts:
         self._hosts: dict[str, str] = {}
         self._report_count = 0
 
+    @property
+    def experiment(self) -> Experiment:
+        """The state of the journal at this moment."""
+        return self._experiment
+
     def applied(self, event: Event, experiment: Experiment, at: str, now: float) -> None:
         """Take in a journaled event and the state after it."""
         written_at = (event.at if isinstance(event, Absorbed) else None) or at
