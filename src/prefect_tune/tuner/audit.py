@@ -44,6 +44,7 @@ class AuditReport:
     """The result of an audit: how many events of the journal were derived again, by the type of the event."""
 
     experiment: str
+    """Its name."""
     entry_count: int
     """The entries read: all of them, or those up to the difference."""
     derived: Mapping[str, int]

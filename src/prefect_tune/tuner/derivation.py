@@ -465,7 +465,7 @@ class Derivation:
 
 
 _NO_SETTINGS = "outside a search: its journal does not hold the stop criterion and the retention"
-_NOT_HELD = "the journal holds neither clocks nor the metrics of reports that are not journaled"
+_NOT_HELD = "the search ends by a clock, a missing metric or a choice of a person, which the journal does not hold"
 
 
 def is_same(event: Event, other: Event) -> bool:
