@@ -17,12 +17,18 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal_events import Cause, Decided, Entry, TrialAdded
+from prefect_tune.core.journal_events import Cause, Decided, Entry, Opened, TrialAdded
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.searches.audited_journals import Alteration, alterations_of, entries_of, write_altered
+from tests.fakes.searches.audited_journals import (
+    Alteration,
+    alterations_of,
+    differences_below,
+    entries_of,
+    write_altered,
+)
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
@@ -240,6 +246,20 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
     targets: Callable[[str], LocalTarget], tmp_path: Path
 ) -> None:
     assert unnamed(targets, tmp_path, 40) == []
+
+
+@pytest.mark.altered_journal
+def test_after_each_test_the_journals_that_flows_have_left_are_audited(
+    targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    first, *rest = entries_of(Path(targets("asha").path), KEY)
+    opened, *others = first.events
+    assert isinstance(opened, Opened)
+    of_a_flow = opened.model_copy(update={"owner": opened.owner.model_copy(update={"flow_run": "run"})})
+    entries = [first.model_copy(update={"events": (of_a_flow, *others)}), *rest]
+    write_altered(tmp_path, KEY, entries, next(alterations_of(entries)))
+    (difference,) = differences_below(tmp_path)
+    assert difference.startswith(f"{tmp_path}/e: entry ")
 
 
 @pytest.mark.deep
