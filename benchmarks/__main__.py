@@ -11,6 +11,7 @@ for name in (
     "schedulers",
     "scale",
     "long_search",
+    "audits",
     "processes",
     "visible",
     "trial_cost",

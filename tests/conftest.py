@@ -137,6 +137,17 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_HOME, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _audited(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Require that each journal which a flow has left in the test's folder audits clean."""
+    yield
+    folder = getattr(request.node, "funcargs", {}).get("tmp_path")
+    if folder is not None and request.node.get_closest_marker("altered_journal") is None:
+        from tests.fakes.searches.audited_journals import differences_below
+
+        assert differences_below(folder) == []
+
+
 @pytest.fixture(scope="session")
 def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     """Return the API address of a Prefect server on an empty database, shared by the session's tests.

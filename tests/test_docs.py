@@ -51,6 +51,7 @@ FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 DRILL = ROOT / "docs" / "drill.md"
+AUDIT = ROOT / "docs" / "audit.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TRUST = ROOT / "docs" / "trust.md"
 OWN_FLOWS = ROOT / "docs" / "own-flows.md"
@@ -83,6 +84,7 @@ TESTED = {
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
     DRILL: {"python", "bash", "text"},
+    AUDIT: {"python", "bash"},
     TESTING: {"python"},
     TRUST: {"text"},  # in tests/flows/searching/test_trust.py
 }
@@ -181,6 +183,16 @@ def test_the_page_on_flows_of_ones_own_works_and_its_flow_survives_a_kill(prefec
     for _ in range(40):
         x *= 0.9  # as without the kill
     assert json.loads((restored.directory / "state.json").read_text()) == {"x": x}
+
+
+def test_the_page_on_audits_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    done = run_blocks(blocks_of(AUDIT), tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stdout
+    (first, *_), *sampled = re.findall(
+        r"^((\d+) of (\d+)) proposals and decisions derived again$", done.stdout, re.MULTILINE
+    )
+    assert first.split(" of ")[0] == first.split(" of ")[1]
+    assert [int(count) - int(derived) for _, derived, count in sampled] == [6, 0]
 
 
 @pytest.mark.deep

@@ -39,6 +39,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.durable_trainable",
             "results",
             "tuner.stopping",
+            "tuner.audit",
             "flows.drill",
             "drills",
             "flows.maintain",

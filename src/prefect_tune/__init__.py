@@ -125,6 +125,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         sync_experiment_state,
     )
+    from prefect_tune.tuner.audit import AuditDifference, AuditReport, audit
     from prefect_tune.tuner.stopping import StopOutcome, stop
 
     __version__: str
@@ -135,6 +136,8 @@ __all__ = [
     "PBT",
     "AlreadyCommitted",
     "AlreadyExists",
+    "AuditDifference",
+    "AuditReport",
     "AzureTarget",
     "BadMetric",
     "BadStop",
@@ -220,6 +223,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "ask",
+    "audit",
     "choice",
     "delete_checkpoint",
     "delete_experiment",
@@ -267,6 +271,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results": "Results load_results",
+    "prefect_tune.tuner.audit": "AuditDifference AuditReport audit",
     "prefect_tune.tuner.stopping": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.maintenance.delete_experiment": "delete_experiment",

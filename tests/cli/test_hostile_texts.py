@@ -41,6 +41,7 @@ CALLS = {
         ["report", "{target}", "e", "--output", "{folder}/page.html"],
         ["report", "{target}", "e", "--output", "{folder}/page.md"],
     ],
+    "audit": [["audit", "{target}", "e"]],
     "checkpoints": [["checkpoints", "{target}", "e"]],
     "verify": [["verify", "{target}", "e"]],
     "export": [["export", "{target}", "e", "{folder}/out"]],

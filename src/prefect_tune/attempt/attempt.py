@@ -10,7 +10,7 @@ before it; a trial that starts from nothing while it has checkpoints that cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -357,8 +357,13 @@ def curve_up_to(spec: TrialSpec, start: CheckpointRef | None) -> Sequence[StepRe
 
 def has_had_enough(spec: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
+    last = CheckpointRef(sequence=0, **last_report(trial).model_dump())
+    return meets(trial, stopper, lambda: curve_up_to(spec, last))
+
+
+def meets(trial: Trial, stopper: Stopper, curve: Callable[[], Sequence[StepReport]]) -> bool:
+    """As `has_had_enough`; `curve` returns the trial's reports, and is called only if the stopper looks back."""
     if trial.returned or trial.ended_early or trial.metrics.get("done") is True:
         return True
-    last = last_report(trial)
-    curve = curve_up_to(spec, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
-    return bool(curve) and stopper.why_stop(curve) is not None
+    reports = curve() if stopper.looks_back else [last_report(trial)]
+    return bool(reports) and stopper.why_stop(reports) is not None

@@ -32,7 +32,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
+from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
 from prefect_tune.core.journal_events import (
     CheckpointRef,
@@ -116,19 +116,17 @@ def commit_entry(  # noqa: PLR0913, PLR0917 - where, the state before, what was 
         trained_seconds=report.trained_seconds,
         size_bytes=saved.size_bytes,
     )
-    live = (*trial.checkpoints, new)
-    quarantined = retired_quarantined(trial.quarantined_checkpoints, live, policy)
-    going = (*retired(live, policy), *(each.sequence for each in quarantined))
+    ending = retired_by_commit(trial, new, policy)
+    retires = tuple(each.sequence for each in ending)
     committed = Committed(
         trial=trial.trial,
         checkpoint=new,
-        retires=going,
+        retires=retires,
         sent_bytes=saved.sent_bytes,
         upload_seconds=round(upload_seconds, 3),
     )
-    stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in going]
-    known = {each.sequence: each for each in (*live, *quarantined)}
-    doomed = [key.trial.checkpoint_key(known[sequence]) for sequence in going]
+    stay = [key.trial.checkpoint_key(each) for each in trial.checkpoints if each.sequence not in retires]
+    doomed = [key.trial.checkpoint_key(each) for each in ending]
     return CommitEntry(committed, _sharing_damage(target, saved, stay, log), doomed)
 
 

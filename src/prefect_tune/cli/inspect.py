@@ -1,4 +1,4 @@
-"""The commands of the panel *Inspect*: `ls`, `show` and `report`."""
+"""The commands of the panel *Inspect*: `ls`, `show`, `report` and `audit`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, command
+from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, asks, command
 from prefect_tune.cli.open_target import (
     caught_up,
     chosen_trials,
@@ -68,6 +68,9 @@ from prefect_tune.terminal.formatting import (
     print_parts,
 )
 from prefect_tune.terminal.progress_view import trials_table
+
+if TYPE_CHECKING:
+    from prefect_tune.tuner.audit import AuditReport
 
 
 @command
@@ -379,3 +382,48 @@ def _material(target: str, experiment: str) -> tuple[ReportInput, Freshness]:
     age = fresh.words("before this page was drawn") if fresh.is_running else ""
     uri, drawn = existing_place(target).uri, found.view(drawn_trials(state))
     return report_input_of(state, drawn, uri=uri, now=now, age=age), fresh
+
+
+@command
+def audit(
+    target: Target,
+    experiment: ExperimentName,
+    space: Annotated[str | None, asks("--space", "MODULE:NAME", "The space, if it names functions.")] = None,
+    search: Annotated[str | None, asks("--search", "MODULE:NAME", "The search, if it is your own or Optuna's.")] = None,
+    scheduler: Annotated[str | None, asks("--scheduler", "MODULE:NAME", "The scheduler, if it is your own.")] = None,
+    stop: Annotated[str | None, asks("--stop", "MODULE:NAME", "The stop criterion, if it names functions.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Derive each proposal and decision of an experiment again from its journal, and name the first that differs.
+
+    It only reads, and imports nothing that you do not name here.
+    Exits with 1 if one differs.
+    """
+    from prefect_tune.runtime.load_named import load_named
+    from prefect_tune.tuner.audit import audit as audited
+
+    existing_place(target)
+    named = {"space": space, "search": search, "scheduler": scheduler, "stop": stop}
+    for option, name in named.items():
+        if name is not None and ":" not in name:
+            raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
+    given = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
+    report = audited(experiment, target=target, **given)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        _show_audit(report)
+    if report.difference is not None:
+        raise typer.Exit(1)
+
+
+def _show_audit(report: AuditReport) -> None:
+    print(visible(report.summary))
+    for why, count in report.not_derived.items():
+        print(visible(f"not derived: {count:,}: {why}"))
+    counts = {"derived": report.derived, "observed": report.observed}
+    table = borderless_table("events", "count", "of them")
+    for name, events in counts.items():
+        of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))
+        table.add_row(*plain_cells((name, f"{sum(events.values()):,}", of_them)))
+    print_parts("", table)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.experiment.stoppers import Stopper
+from prefect_tune.core.experiment.stoppers import Stopper, why_over
 from prefect_tune.core.journal_events import PROCEED, Question, Scalar, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import (
     Broke,
@@ -360,9 +360,7 @@ class TrialSession:
     def _judgement(self) -> str | None:
         if not self._curve:
             return None
-        if self._curve[-1].metrics.get("done") is True:
-            return "the trainable reported that it is done"
-        return self._stopper.why_stop(self._curve)
+        return why_over(self._stopper, self._curve)
 
     def _over_already(self) -> str:
         """Return why this step finishes the trial, or ""; an error of the stopper is raised after the report."""

@@ -26,7 +26,6 @@ from prefect_tune.core.journal_events import (
     Finished,
     Opened,
     Paused,
-    Requeued,
     Resumed,
     TrialAdded,
     Writer,
@@ -51,7 +50,15 @@ from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, is_saved, open_decision, trial_id
+from prefect_tune.tuner.policy import (
+    ONLY_TRIAL,
+    SearchPolicy,
+    extension_of,
+    is_saved,
+    open_decision,
+    retry_of,
+    trial_id,
+)
 from prefect_tune.tuner.stopping import Stopping, StopSource
 
 # Decide about the reports of trials: journal each decision of the scheduler, then answer the trial.
@@ -459,19 +466,15 @@ class Driver:
 
     def _let_proceed(self, trial: Trial) -> None:
         """Resume a paused trial that is to exploit another, or whose pause the scheduler does not know."""
-        if self._is_to_resume(trial):
+        if self._policy.is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
-
-    def _is_to_resume(self, trial: Trial) -> bool:
-        is_paused = trial.phase is Phase.PAUSED
-        return is_paused and (trial.exploits is not None or not self._policy.holds(trial.trial))
 
     def _extend(self, name: str) -> None:
         """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
         trial = self._state.trial(name)
         if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-            self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
+            self._put(extension_of(trial))
             self._startable.append(name)
 
     # ------------------------------------------------------------------------------------------------ a resume
@@ -496,7 +499,7 @@ class Driver:
         """The trials that continue, without those that the scheduler holds paused."""
         waiting = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
-        return {each.trial: each for each in trials if each.phase in waiting or self._is_to_resume(each)}
+        return {each.trial: each for each in trials if each.phase in waiting or self._policy.is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
         if self._executor.survives_search and self._state.trial(name).phase is Phase.RUNNING:
@@ -519,8 +522,8 @@ class Driver:
         """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.reruns_errored:
-                self._put(Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}"))
+                self._put(retry_of(trial))
             elif self._limits.options.reruns_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-                self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
+                self._put(extension_of(trial))

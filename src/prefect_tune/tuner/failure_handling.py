@@ -15,17 +15,20 @@ from prefect_tune.core.experiment.failure_policy import (
     Quarantine,
     Resumable,
     TryAgain,
+    fail_fast_reason,
     is_forgiven,
+    loss_message,
     machines_spent,
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events import Cause, Committed, GaveUp, Quarantined, Reported, Requeued
+from prefect_tune.core.journal_events import Cause, Committed, GaveUp, Quarantined, Reported
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.models import first_line
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import retry_of
 from prefect_tune.tuner.stopping import Stopping
 
 _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
@@ -114,7 +117,7 @@ class FailureHandler:
         Its earlier machine failures do not count, unless the trial may have killed that run.
         """
         if is_forgiven(trial, self._limits.options.failure_policy):
-            self._pending_entry.put(Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}"))
+            self._pending_entry.put(retry_of(trial))
             self._startable.append(trial.trial)
         else:
             self.retry_or_give_up(trial.trial, cause)
@@ -133,7 +136,7 @@ class FailureHandler:
         if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
-            self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
+            self.give_up(trial, Cause.MACHINE, loss_message(count, why))
         else:
             self._pending_entry.lost(trial, why)
             self._startable.append(trial)
@@ -159,8 +162,7 @@ class FailureHandler:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""
         self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
         if self._limits.options.fail_fast:
-            why = first_line(message)
-            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {why}")
+            self._stopping.end(fail_fast_reason(trial, message))
 
 
 def _is_of_a_step(message: Message) -> bool:

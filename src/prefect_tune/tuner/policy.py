@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal_events import PriorTrial
+from prefect_tune.core.journal_events import PriorTrial, Requeued
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
@@ -47,6 +47,16 @@ def open_decision(trial: Trial) -> PastEvent | None:
     last = trial.past[-1] if trial.past else None
     stands = last is not None and isinstance(last.decision, Stop | Pause)
     return last if stands and trial.phase in (Phase.PENDING, Phase.RUNNING) else None
+
+
+def retry_of(trial: Trial) -> Requeued:
+    """Return the event with which a trial that has failed gets fresh retry budgets, and is trained again."""
+    return Requeued(trial=trial.trial, reason=f"retried after: {trial.reason}")
+
+
+def extension_of(trial: Trial) -> Requeued:
+    """Return the event with which a finished trial that does not meet today's stop criterion is trained further."""
+    return Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}")
 
 
 class SearchPolicy:
@@ -130,6 +140,10 @@ class SearchPolicy:
         False if an earlier owner's scheduler paused the trial, or if it paused without a decision.
         """
         return trial in self._paused
+
+    def is_to_resume(self, trial: Trial) -> bool:
+        """Whether a trial is paused, and is to be resumed at once: to exploit another, or not held by the scheduler."""
+        return trial.phase is Phase.PAUSED and (trial.exploits is not None or not self.holds(trial.trial))
 
     def milestone(self, trial: Trial) -> int | None:
         """Return the step at which the trial next asks for a decision; None if it never does.

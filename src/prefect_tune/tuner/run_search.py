@@ -295,7 +295,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     require_possible(spec := trial_spec(plan, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
     warn_of_constants(plan, get_run_logger())
-    policy = _policy(plan)
+    policy = policy_of(plan)
     opening, slots, where = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots, metric_check)
     subscribers = _subscribers(plan, slots)
@@ -314,7 +314,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
             if journal_writer.experiment.questions:
                 return journal_writer.experiment  # no trial starts before they are answered
             # Another run may have added samples between the reading and the opening; the journal has the seed.
-            asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else _policy(now)
+            asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
             _warm_start(asks, journal_writer)
             log = get_run_logger()
             log_opening(now, state, slots, where, log)
@@ -429,7 +429,12 @@ def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots, metric_
     )
 
 
-def _policy(plan: SearchPlan) -> SearchPolicy:
+def policy_of(plan: SearchPlan) -> SearchPolicy:
+    """Return the policy of a search that has no trial yet.
+
+    Raises:
+        InvalidInput: its parts do not fit each other, or the scheduler needs a metric and has none.
+    """
     objective, seed, scheduler = plan.objective, plan.seed_of_draws, plan.scheduler or FIFO()
     tallies = [each.begin(objective) for each in of_experiment(plan.stopper)]
     proposals = plan.proposer.begin(space := plan.space or {}, objective, seed)

@@ -79,7 +79,11 @@ def new_warm_starts(
 def known_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
     """Return the trials of other experiments that the journal holds, each once, in the order in which it got them."""
     entries = sorted(set(journal_writer.experiment.warm_starts.values()))
-    warm_starts = [each for number in entries for each in _warm_starts_in(journal_writer, number)]
+    return prior_trials_of([each for number in entries for each in _warm_starts_in(journal_writer, number)])
+
+
+def prior_trials_of(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
+    """Return the trials of `warm_starts`, each once, in their order."""
     unique = {_identity(trial): trial for each in reversed(warm_starts) for trial in reversed(each.trials)}
     return list(reversed(unique.values()))
 

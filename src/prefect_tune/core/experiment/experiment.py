@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias, TypeVar
@@ -242,8 +242,15 @@ def nothing_yet(journal: JournalKey) -> Experiment:
     return Experiment(key=journal)
 
 
-def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
+def apply(
+    experiment: Experiment,
+    entry: Entry,
+    digest: Digest,
+    fold: Callable[[Experiment, Event, Entry], Experiment] | None = None,
+) -> Experiment:
     """Return the experiment after `entry`, whose bytes have this digest.
+
+    `fold` returns the experiment after one event of the entry; default: `after_event`.
 
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
@@ -252,7 +259,10 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
     _require_successor(experiment, entry)
     try:
         for event in entry.events:
-            experiment = after_event(experiment, event, entry.number, entry.writer)
+            if fold is None:
+                experiment = after_event(experiment, event, entry.number, entry.writer)
+            else:
+                experiment = fold(experiment, event, entry)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})

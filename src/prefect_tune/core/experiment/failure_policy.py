@@ -21,7 +21,10 @@ __all__ = [
     "TryAgain",
     "Verdict",
     "error_in",
+    "fail_fast_reason",
     "is_forgiven",
+    "is_loss",
+    "loss_message",
     "machines_spent",
     "verdict",
 ]
@@ -32,6 +35,7 @@ OWNER_VANISHED = "its owner vanished without ending it"
 _USER_BUDGET_SPENT = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
 """What `verdict` puts before the error that spent the budget."""
 
+_LOSS = re.compile(r"\d+ attempts were lost without a commit: ")
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
@@ -104,6 +108,21 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
     if trial.blamed_checkpoints:
         return GiveUp(f"{died}, also from the checkpoint before, so no checkpoint is the cause: {trial.reason}")
     return Quarantine(trial.started_from, f"{died}: {trial.reason}")
+
+
+def loss_message(count: int, why: str) -> str:
+    """Return why a trial is given up of which `count` attempts in a row ended without writing their end."""
+    return f"{count} attempts were lost without a commit: {why}"
+
+
+def is_loss(message: str) -> bool:
+    """Return whether `loss_message` returned the message. The journal does not hold these losses."""
+    return bool(_LOSS.match(message))
+
+
+def fail_fast_reason(trial: str, message: str) -> str:
+    """Return why `fail_fast` ends an experiment after the end of a trial that errored by `message`."""
+    return f"trial {trial} errored, and fail_fast ends the experiment: {first_line(message)}"
 
 
 def error_in(reason: str) -> str:

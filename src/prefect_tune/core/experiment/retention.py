@@ -13,11 +13,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prefect_tune.core.experiment.summary import best_saved
+from prefect_tune.core.experiment.trial import Trial
 from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.models import Value
 from prefect_tune.core.search.objective import objective_of
 
-__all__ = ["Retention", "retired", "retired_quarantined"]
+__all__ = ["Retention", "retired", "retired_by_commit", "retired_quarantined"]
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -64,6 +65,14 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
     if (objective := objective_of(policy.metric, policy.mode)) is not None:
         stays |= {each.sequence for each in best_saved(checkpoints, objective)[: policy.best]}
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
+
+
+def retired_by_commit(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
+    """Return the live and then the quarantined checkpoints of `trial` that end with the commit of `new`."""
+    live = (*trial.checkpoints, new)
+    ending = retired(live, policy)
+    quarantined = retired_quarantined(trial.quarantined_checkpoints, live, policy)
+    return [*(each for each in live if each.sequence in ending), *quarantined]
 
 
 def retired_quarantined(

@@ -46,6 +46,7 @@ __all__ = [
     "of_experiment",
     "of_trials",
     "some_time",
+    "why_over",
 ]
 
 
@@ -221,6 +222,13 @@ def as_stopper(stop: StopCriteria) -> Stopper:
             raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {found}")
         return _Function(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
+
+
+def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> str | None:
+    """Return why a trial is over after the last report of its `curve`; None to continue. Raises as the stopper does."""
+    if curve[-1].metrics.get("done") is True:
+        return "the trainable reported that it is done"
+    return stopper.why_stop(curve)
 
 
 def some_time(given: object, where: str) -> timedelta:

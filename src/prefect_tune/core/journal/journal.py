@@ -65,7 +65,7 @@ from prefect_tune.core.journal_events import (
     Owner,
     Writer,
 )
-from prefect_tune.core.models import Stamp, digest_of
+from prefect_tune.core.models import Digest, Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import JournalKey, number_in
@@ -83,6 +83,7 @@ __all__ = [
     "append_as_guest",
     "as_of",
     "decode_entry",
+    "each_entry",
     "earlier_owners",
     "entries_after",
     "entries_beyond",
@@ -173,6 +174,13 @@ def read(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) 
 def history(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Sequence[Entry]:
     """Return every entry from the first, for curves, timelines and audits. Raises as `load`."""
     return entries_beyond(store, journal, 0, side_by_side=side_by_side)
+
+
+def each_entry(store: ObjectStore, journal: JournalKey, *, side_by_side: ParallelMap) -> Iterator[tuple[Entry, Digest]]:
+    """Yield every entry from the first, with the digest of its bytes, for `apply`; none is kept. Raises as `load`."""
+    with _unless_deleted(store, journal):
+        for entry, data in entries_after(store, journal, 0, side_by_side):
+            yield entry, digest_of(data)
 
 
 def as_of(

@@ -1,0 +1,168 @@
+"""Journals for audits: those that flows have left in a folder, and those in which one decision is altered."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.journal.journal import decode_entry
+from prefect_tune.core.journal_events import (
+    Absorbed,
+    Cloned,
+    Committed,
+    Decided,
+    Entry,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Requeued,
+    Resumed,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.models import digest_of
+from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import JournalKey
+
+# Journals that flows have left.
+
+_FIRST_ENTRY = "0000000001.json"
+
+
+def differences_below(folder: Path) -> list[str]:
+    """Return a line for each journal below `folder` that a run of a flow has begun and that does not audit clean.
+
+    A journal that cannot be read is left out: a test has damaged it.
+    """
+    return [found for target, name in _journals_below(folder) if (found := _difference(target, name))]
+
+
+def _journals_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the target and the name of each experiment that the name means now."""
+    for place, folders, _ in os.walk(folder):
+        generations = [each for each in folders if each.isdecimal() and _is_of_a_flow(Path(place, each, "journal"))]
+        folders[:] = [] if generations else [each for each in folders if not each.startswith(".")]
+        if generations:
+            yield Path(place).parent, Path(place).name
+
+
+def _is_of_a_flow(journal: Path) -> bool:
+    try:
+        first = json.loads((journal / _FIRST_ENTRY).read_text())
+        return first["events"][0]["owner"]["flow_run"] is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _difference(target: Path, name: str) -> str:
+    from prefect_tune.tuner.audit import audit
+
+    try:
+        report = audit(name, target=str(target))
+    except InvalidInput as error:
+        return f"{target}/{name}: {error}"
+    except TuneError:
+        return ""
+    return f"{target}/{name}: {report.summary}" if report.difference else ""
+
+
+# Journals in which one decision is altered, and the chain of digests made anew.
+
+
+@dataclass(frozen=True)
+class Alteration:
+    """One event of a journal, and what stands in its place."""
+
+    entry: int
+    kind: str
+    place: tuple[int, int | None]
+    """The index of the event in the entry, and of the event in that if it is absorbed."""
+    event: Event
+
+
+def entries_of(target: Path, key: JournalKey) -> list[Entry]:
+    paths = sorted((target / key.entries).iterdir())
+    return [decode_entry(path.read_bytes(), f"{key.entries}/{path.name}") for path in paths]
+
+
+def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
+    """Yield every alteration of a proposal or decision, in the order of the journal."""
+    trials = [event.trial for entry in entries for event in entry.events if isinstance(event, TrialAdded)]
+    for entry in entries:
+        for index, event in enumerate(entry.events):
+            inner = event.events if isinstance(event, Absorbed) else (event,)
+            for within, each in enumerate(inner):
+                place = (index, within if isinstance(event, Absorbed) else None)
+                if isinstance(each, TrialAdded) and place[1] is not None:
+                    continue  # a copy of the proposal
+                for kind, changes in _changes(each, trials):
+                    yield Alteration(entry.number, kind, place, each.model_copy(update=changes))
+
+
+def _changes(event: Event, trials: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    match event:
+        case TrialAdded():
+            yield "configuration", {"config": {**event.config, "width": 10}}
+            yield "trial", {"trial": f"{int(event.trial) + 1:05d}"}
+        case Decided(decision=decision):
+            yield from ((kind, {"decision": each}) for kind, each in _decisions(decision, event.trial, trials))
+        case Resumed():
+            yield "resumed trial", {"trial": next(each for each in trials if each != event.trial)}
+        case Finished(returned=False):
+            yield "end", {"reason": f"{event.reason}!"}
+            yield "early end", {"ended_early": not event.ended_early}
+        case Paused() | Requeued() | StopAsked(request=None):
+            yield event.type, {"reason": f"{event.reason}!"}
+        case GaveUp():
+            yield event.type, {"message": f"{event.message}!"}
+        case Quarantined(kills=True):
+            yield event.type, {"reason": "no reason"}
+        case Committed(retires=(_, *_)):
+            yield "retention", {"retires": ()}
+        case Cloned():
+            yield "clone", {"config": {**(event.config or {}), "lr": 7.0}}
+        case _:
+            pass
+
+
+def _decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[tuple[str, object]]:
+    match decision:
+        case Continue():
+            yield "stop for continue", Stop(reason="not good enough")
+            yield "pause for continue", Pause(reason="not good enough")
+        case Stop() | Pause():
+            yield f"continue for {decision.type}", Continue()
+            yield f"reason of {decision.type}", decision.model_copy(update={"reason": "another"})
+        case Exploit():
+            other = next(each for each in trials if each not in (trial, decision.source))
+            yield "donor", decision.model_copy(update={"source": other})
+            yield "explored configuration", decision.model_copy(update={"config": {**decision.config, "lr": 7.0}})
+
+
+def write_altered(target: Path, key: JournalKey, entries: Sequence[Entry], alteration: Alteration) -> None:
+    """Write the journal with this alteration to another target; the entries after it name the new digests."""
+    folder, digest = target / key.entries, ""
+    folder.mkdir(parents=True)
+    for entry in entries:
+        is_altered = entry.number == alteration.entry
+        events = _with(entry.events, alteration) if is_altered else entry.events
+        data = seal(entry.model_copy(update={"events": events, "previous": digest}))
+        (target / key.entry_path(entry.number)).write_bytes(data)
+        digest = digest_of(data)
+
+
+def _with(events: tuple[Event, ...], alteration: Alteration) -> tuple[Event, ...]:
+    index, within = alteration.place
+    changed, outer = alteration.event, events[index]
+    if within is not None and isinstance(outer, Absorbed):
+        inner = (*outer.events[:within], changed, *outer.events[within + 1 :])
+        changed = outer.model_copy(update={"events": inner})
+    return (*events[:index], changed, *events[index + 1 :])

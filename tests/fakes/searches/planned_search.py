@@ -1,0 +1,154 @@
+"""Searches with the options of `pt.tune`, without a server and without training: their journals hold their settings."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from prefect_tune.attempt.search_link import EntryWritten
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention, retired
+from prefect_tune.core.experiment.stoppers import of_trials
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Configured,
+    Event,
+)
+from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.search.domains import loguniform, randint
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.executors.trial_executor import AttemptExited, Message
+from prefect_tune.journal_access import (
+    JournalWriter,
+    Opening,
+    current_owner,
+    new_write_id,
+    open_journal,
+    write_directly,
+)
+from prefect_tune.monitoring.search_observer import ObserverGroup
+from prefect_tune.parameters.search_limits import SearchLimits, trial_spec
+from prefect_tune.parameters.search_plan import SearchPlan
+from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.run_search import policy_of
+from prefect_tune.tuner.stopping import StopSource
+from tests.fakes.searches.instant_executor import InstantExecutor, _Attempt
+
+STEPS = 9
+SPACE: Mapping[str, Any] = {"lr": loguniform(1e-4, 1e-1), "width": randint(1, 9)}
+
+
+class UnreliableExecutor(InstantExecutor):
+    """An executor that can be stopped, whose first attempts of some trials fail, and which retires checkpoints.
+
+    With a `seed`, the messages of different trials arrive in a random order.
+    """
+
+    def __init__(
+        self,
+        steps: int = STEPS,
+        fails: Mapping[str, tuple[Cause, int]] | None = None,
+        retention: Retention | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(steps)
+        self._fails = fails or {}
+        self._retention = retention or Retention()
+        self._live: dict[str, list[CheckpointRef]] = {}
+        self._order = None if seed is None else random.Random(seed)
+        self._stopped = False
+
+    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
+        self._stopped = False
+        trial = spec.trial.trial
+        cause, count = self._fails.get(trial, (Cause.USER, 0))
+        if attempt > count:
+            super().start(spec, request, attempt, absorbed)
+        else:
+            self._trials[trial] = failing = _Attempt(trial, absorbed, self._saved)
+            self._inbox.extend(failing.begin(attempt))
+            self._end(trial, AttemptEnded(trial=trial, cause=cause, message=f"failed {attempt}", at_start=True))
+
+    def poll(self, patience: timedelta) -> list[Message]:
+        """Return the first message of a trial."""
+        if self._order is not None:
+            first = {message.trial: message for message in reversed(self._inbox)}
+            chosen = first[self._order.choice(sorted(first))]
+            self._inbox.remove(chosen)
+            self._inbox.appendleft(chosen)
+        return [self._retiring(message) for message in super().poll(patience)]
+
+    def _retiring(self, message: Message) -> Message:
+        """Return the message with the retirements that a commit worker adds to each commit."""
+        if not isinstance(message, EntryWritten):
+            return message
+        return replace(message, events=tuple(map(self._with_retirements, message.events)))
+
+    def _with_retirements(self, event: Event) -> Event:
+        if not isinstance(event, Committed | Cloned):
+            return event
+        live = [*self._live.get(event.trial, ()), event.checkpoint]
+        retires = retired(live, self._retention) if isinstance(event, Committed) else ()
+        self._live[event.trial] = [each for each in live if each.sequence not in retires]
+        return event.model_copy(update={"retires": retires}) if retires else event
+
+    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+        if not self._stopped:
+            super().answer(trial, said, step)
+
+    def stop(self) -> None:
+        """End each attempt that has not sent its end; what it has sent stays."""
+        self._stopped = True
+        ended = {each.trial for each in self._inbox if isinstance(each, AttemptExited)}
+        for trial in self._trials.keys() - ended:
+            self._end(trial, AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message="stopped"))
+
+    def _end(self, trial: str, event: Event) -> None:
+        self._inbox.extend([self._trials[trial]._wrote(event), AttemptExited(trial)])
+
+
+@dataclass
+class PlannedSearch:
+    """One search that can run several times; its executor keeps the checkpoints from run to run."""
+
+    target: LocalTarget
+    name: str = "e"
+    slots: int = 3
+    executor: UnreliableExecutor = field(default_factory=UnreliableExecutor)
+
+    def run(self, until: Callable[[], bool] = lambda: False, **options: Any) -> Experiment:
+        """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
+        given = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
+        plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **given)
+        key = JournalKey(experiment=self.name, generation=1)
+        state = open_journal(self.target, key, Opening(current_owner(), new_write_id()))
+        writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
+        if plan.settings != state.settings:
+            writer.write([Configured(settings=plan.settings)])
+        driver = Driver(
+            trial_spec(plan, of_trials(plan.stopper)),
+            SearchLimits(plan, self.slots),
+            policy_of(plan),
+            self.executor,
+            writer,
+            log=logging.getLogger("tests"),
+            listener=ObserverGroup(),
+        )
+        return driver.run(_Interrupts(until))
+
+
+class _Interrupts(StopSource):
+    """No stop requests; an interrupt once `until` holds."""
+
+    def __init__(self, until: Callable[[], bool]) -> None:
+        self.is_interrupted = until

@@ -1,0 +1,269 @@
+"""An audit derives each proposal and decision of a journal again, and names the first that differs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt
+from prefect_tune.core.journal.journal import append, load
+from prefect_tune.core.journal_events import Cause, Decided, Entry, Opened, TrialAdded
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.searches.audited_journals import (
+    Alteration,
+    alterations_of,
+    differences_below,
+    entries_of,
+    write_altered,
+)
+from tests.fakes.searches.experiments import write_experiment
+from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
+from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
+
+KEY = JournalKey(experiment="e", generation=1)
+FAILS = {"00001": (Cause.USER, 1), "00003": (Cause.USER, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
+SEARCHES: Mapping[str, Mapping[str, Any]] = {
+    "fifo": {},
+    "asha": {"scheduler": pt.ASHA(STEPS), "failures": pt.FailurePolicy(max_failures=1)},
+    "promotion": {"scheduler": pt.ASHA(STEPS, variant="promotion", brackets=2)},
+    "hyperband": {"scheduler": pt.Hyperband(STEPS)},
+    "median": {"scheduler": pt.MedianStopping(grace_period=2, min_samples_required=2)},
+    "turns": {"scheduler": pt.MedianStopping(interval=2, min_samples_required=3, min_time_slice=3)},
+    "pbt": {
+        "scheduler": pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}),
+        "retention": pt.Retention(last=1, every=4),
+    },
+    "failures": {"stop": {"step": STEPS, "MaxFailures": {"failures": 2}}, "failures": pt.FailurePolicy(max_failures=1)},
+    "fail-fast": {"fail_fast": True, "failures": pt.FailurePolicy(max_failures=1)},
+    "plateau": {"stop": [pt.Plateau("loss", std=0.05, reports=3, grace=3), {"step": STEPS}]},
+}
+
+
+def searched(folder: Path, name: str) -> LocalTarget:
+    """Run one of the searches until it is interrupted, and again to its end, with more samples."""
+    target = LocalTarget(path=str(folder / name))
+    fails = FAILS if name in ("asha", "failures", "fail-fast") else {}
+    executor = UnreliableExecutor(fails=fails, retention=SEARCHES[name].get("retention"), seed=1)
+    search, polls = PlannedSearch(target, executor=executor), count()
+    search.run(lambda: next(polls) > 40, **SEARCHES[name])
+    search.run(**SEARCHES[name], num_samples=14, rerun_errored=name == "asha")
+    return target
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalTarget]:
+    made: dict[str, LocalTarget] = {}
+    folder = tmp_path_factory.mktemp("audited")
+
+    def target(name: str) -> LocalTarget:
+        if name not in made:
+            made[name] = searched(folder, name)
+        return made[name]
+
+    return target
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived_again(
+    name: str, targets: Callable[[str], LocalTarget]
+) -> None:
+    report = pt.audit("e", target=targets(name))
+    assert report.difference is None, report.summary
+    assert report.not_derived == {}
+    total = sum(report.derived.values())
+    assert report.summary == f"{total:,} of {total:,} proposals and decisions derived again"
+    events = [event for entry in entries_of(Path(targets(name).path), KEY) for event in _flat(entry)]
+    assert sum(report.derived.values()) + sum(report.observed.values()) == len(events)
+
+
+def _flat(entry: Entry) -> Iterator[object]:
+    for event in entry.events:
+        yield from getattr(event, "events", (event,))
+
+
+def test_results_that_arrived_in_another_order_decide_otherwise_and_audit_clean(tmp_path: Path) -> None:
+    decisions = []
+    for seed in (None, 1, 2):
+        search = PlannedSearch(LocalTarget(path=str(tmp_path / str(seed))), executor=UnreliableExecutor(seed=seed))
+        search.run(scheduler=pt.ASHA(STEPS, variant="promotion"))
+        assert pt.audit("e", target=search.target).difference is None
+        entries = entries_of(Path(search.target.path), KEY)
+        decisions.append([event for entry in entries for event in entry.events if isinstance(event, Decided)])
+    assert decisions[0] != decisions[1] != decisions[2]
+
+
+def test_an_audit_only_reads(targets: Callable[[str], LocalTarget], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an audit writes")
+
+    target = targets("asha")
+    before = {path: path.stat().st_mtime_ns for path in Path(target.path).rglob("*")}
+    for name in ("create", "put", "delete"):
+        monkeypatch.setattr(PosixStore, name, refuse)
+    assert pt.audit("e", target=target).difference is None
+    assert {path: path.stat().st_mtime_ns for path in Path(target.path).rglob("*")} == before
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_an_audit_runs_no_code_that_only_the_journal_names(
+    road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untrusted = untrusted_folder(tmp_path, monkeypatch)
+    untrusted.forge(road)
+    propose(untrusted)
+    report = pt.audit("e", target=untrusted.target)
+    assert report.derived or report.not_derived or report.difference
+    assert untrusted.module not in sys.modules
+    assert not untrusted.marker.exists()
+
+
+def propose(untrusted: Untrusted) -> None:
+    """Add a proposal and a decision, for which the audit needs all parts of the search."""
+    stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
+    with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
+        state = load(store, KEY, side_by_side=map)
+        state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, own_journal=True)], next(stamps))
+        decided = Decided(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
+        append(store, state, [decided], next(stamps))
+
+
+class _Counting(pt.Search):
+    """Proposes the number of the trial."""
+
+    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.Proposals:
+        del space, objective, seed
+        return _Numbers()
+
+
+class _Numbers(pt.Proposals):
+    def suggest(self, number: int) -> pt.Proposed | pt.Exhausted:
+        return pt.Proposed({"lr": float(number)}) if number < 5 else pt.Exhausted("enough")
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        pass
+
+
+def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_it(tmp_path: Path) -> None:
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)))
+    search.run(search=_Counting(), num_samples=None, scheduler=pt.ASHA(STEPS))
+    without = pt.audit("e", target=search.target)
+    assert without.difference is None
+    assert list(without.not_derived.values()) == [5]
+    assert "pass it: search=..., or --search MODULE:NAME" in next(iter(without.not_derived))
+    assert "decided" in without.derived
+    passed = pt.audit("e", target=search.target, search=_Counting())
+    assert (passed.not_derived, passed.derived["trial-added"]) == ({}, 5)
+    other = pt.audit("e", target=search.target, search=pt.RandomSearch(5))
+    assert other.difference is not None
+    assert other.difference.expected.startswith('trial-added: config {"lr": 0.000')
+
+
+def test_a_scheduler_and_a_stop_of_ones_own_are_audited_once_they_are_passed(tmp_path: Path) -> None:
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)))
+    search.run(scheduler=_Own(), stop=lambda metrics: metrics["step"] >= STEPS)
+    without = pt.audit("e", target=search.target)
+    assert without.difference is None
+    assert {why.partition(":")[0] for why in without.not_derived} == {"scheduler", "stop"}
+    passed = pt.audit("e", target=search.target, scheduler=_Own(), stop={"step": STEPS})
+    assert (passed.difference, passed.not_derived) == (None, {})
+
+
+class _Own(pt.Scheduler):
+    """ASHA, under a name that the journal does not know."""
+
+    def begin(self, objective: pt.Objective, seed: int) -> pt.Schedule:
+        return pt.ASHA(STEPS, variant="promotion").begin(objective, seed)
+
+
+def test_of_a_training_outside_a_search_its_starts_are_derived(tmp_path: Path) -> None:
+    write_experiment(tmp_path, "digits", [2, 4])
+    report = pt.audit("digits", target=str(tmp_path))
+    assert report.derived == {"started": 1}
+    assert next(iter(report.not_derived)).startswith("outside a search")
+
+
+def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget], tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="'none'"):
+        pt.audit("none", target=targets("fifo"))
+    describe(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
+    with pytest.raises(InvalidInput, match="scheduler"):
+        pt.audit("e", target=str(tmp_path / "odd"))
+    entries = entries_of(Path(targets("fifo").path), KEY)
+    place = tmp_path / "damaged"
+    write_altered(place, KEY, entries, Alteration(2, "none", (0, None), entries[1].events[0]))
+    (place / KEY.entry_path(3)).write_bytes((place / KEY.entry_path(4)).read_bytes())
+    with pytest.raises(JournalCorrupt, match="0000000003"):
+        pt.audit("e", target=str(place))
+
+
+# Altered journals: every kind of decision, and the chain of digests made anew.
+
+
+def chosen(targets: Callable[[str], LocalTarget], number: int) -> Iterator[tuple[str, list[Entry], Alteration]]:
+    """Yield `number` alterations of all searches, every kind as often as there are enough."""
+    found = [
+        (name, entries, each)
+        for name in SEARCHES
+        for entries in [entries_of(Path(targets(name).path), KEY)]
+        for each in alterations_of(entries)
+    ]
+    random.Random(0).shuffle(found)
+    times: Counter[str] = Counter()
+    ranked = []
+    for each in found:
+        ranked.append((times[each[2].kind], each))
+        times[each[2].kind] += 1
+    assert len(times) >= 15, times
+    yield from (each for _, each in sorted(ranked, key=lambda pair: pair[0])[:number])
+
+
+def unnamed(targets: Callable[[str], LocalTarget], folder: Path, number: int) -> list[str]:
+    """Return the alterations at which an audit does not end, of `number`."""
+    wrong = []
+    for index, (name, entries, altered) in enumerate(chosen(targets, number)):
+        place = folder / str(index)
+        write_altered(place, KEY, entries, altered)
+        difference = pt.audit("e", target=str(place)).difference
+        if difference is None or difference.entry != altered.entry:
+            wrong.append(f"{name}, entry {altered.entry}, {altered.kind}: {difference}")
+    return wrong
+
+
+def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
+    targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    assert unnamed(targets, tmp_path, 40) == []
+
+
+@pytest.mark.altered_journal
+def test_after_each_test_the_journals_that_flows_have_left_are_audited(
+    targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    first, *rest = entries_of(Path(targets("asha").path), KEY)
+    opened, *others = first.events
+    assert isinstance(opened, Opened)
+    of_a_flow = opened.model_copy(update={"owner": opened.owner.model_copy(update={"flow_run": "run"})})
+    entries = [first.model_copy(update={"events": (of_a_flow, *others)}), *rest]
+    write_altered(tmp_path, KEY, entries, next(alterations_of(entries)))
+    (difference,) = differences_below(tmp_path)
+    assert difference.startswith(f"{tmp_path}/e: entry ")
+
+
+@pytest.mark.deep
+def test_of_200_changed_decisions_200_are_named_at_their_entries(
+    targets: Callable[[str], LocalTarget], tmp_path: Path
+) -> None:
+    assert unnamed(targets, tmp_path, 200) == []
