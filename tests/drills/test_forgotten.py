@@ -42,9 +42,10 @@ def test_what_is_as_it_was_is_not_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
-        ("global", "random", "the global random generator of `random`: save random.getstate()"),
-        ("global", "numpy.random", "the global random generator of `numpy.random`: save numpy.random.get_state()"),
-        ("global", "torch", "the global random generator of `torch`: save torch.get_rng_state()"),
+        ("global", "random", "Python's generator: save random.getstate()"),
+        ("global", "numpy.random", "NumPy's global generator: save numpy.random.get_state()"),
+        ("global", "torch", "torch's generator of the CPU: save torch.get_rng_state()"),
+        ("global", "torch.cuda:1", "torch's generator of cuda:1: save torch.cuda.get_rng_state_all()"),
         ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
         ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
         ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),

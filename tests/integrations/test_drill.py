@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.drills.probe import states
 from prefect_tune.drills.run_drill import DrillPlan, run_drill
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
 MODULE = "tests.trainables.forgetful"
 
 
@@ -50,6 +54,43 @@ def test_what_it_forgets_is_named(
     first = found.forgotten[0]
     assert first.kind == kind, list(found.lines())
     assert first.name.removeprefix("made.").startswith(name)
+
+
+# ------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@on_gpu
+@pytest.mark.parametrize("trainable", ["Whole", "train"])
+def test_a_training_on_a_gpu_that_saves_everything_is_exact(
+    trainable: str, prefect_server: str, tmp_path: Path
+) -> None:
+    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda"}, prefect_server, tmp_path)
+    assert found.is_exact, list(found.lines())
+
+
+@on_gpu
+@pytest.mark.parametrize("trainable", ["Whole", "train"])
+def test_the_generator_of_a_gpu_is_named(trainable: str, prefect_server: str, tmp_path: Path) -> None:
+    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda", "forgets": "cuda"}, prefect_server, tmp_path)
+    assert found.verdict == "not exact", list(found.lines())
+    assert str(found.forgotten[0]).startswith("torch's generator of cuda:0, after step "), list(found.lines())
+
+
+@on_gpu
+def test_the_state_of_the_generator_of_a_gpu_changes_with_each_draw() -> None:
+    torch.cuda.init()
+    first = dict(states({}))["global torch.cuda:0"]
+    assert dict(states({}))["global torch.cuda:0"] == first
+    torch.rand(1, device="cuda")
+    assert dict(states({}))["global torch.cuda:0"] != first
+
+
+def test_the_drill_does_not_initialize_cuda() -> None:
+    code = "import torch; from prefect_tune.drills.probe import states; assert dict(states({}))['global torch']"
+    subprocess.run([sys.executable, "-c", f"{code}; assert not torch.cuda.is_initialized()"], check=True)
+
+
+# --------------------------------------------------------------------------------------------------------- examples
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prefect_tune.drills.evidence import DrillRun, Record
 
 _NOUNS = {
-    "global": "the global random generator",
+    "global": "a global random generator",
     "rng": "the state of a random generator",
     "optimizer": "the optimizer",
     "schedule": "the learning-rate schedule",
@@ -19,10 +19,10 @@ _NOUNS = {
     "value": "a value",
     "state": "an attribute",
 }
-_SAVES = {
-    "random": "random.getstate()",
-    "numpy.random": "numpy.random.get_state()",
-    "torch": "torch.get_rng_state()",
+_GLOBAL = {
+    "random": ("Python's generator", "random.getstate()"),
+    "numpy.random": ("NumPy's global generator", "numpy.random.get_state()"),
+    "torch": ("torch's generator of the CPU", "torch.get_rng_state()"),
 }
 _ORDER = list(_NOUNS)
 _MOST = 6
@@ -44,8 +44,9 @@ class Forgotten:
     def __str__(self) -> str:
         """Say what was not restored, and what to save."""
         if self.kind == "global":
-            call = _SAVES.get(self.name, "torch.cuda.get_rng_state_all()")
-            return f"{_NOUNS[self.kind]} of `{self.name}`, after step {self.step}: save {call}, and set it on a resume"
+            of_gpu = f"torch's generator of {self.name.removeprefix('torch.')}", "torch.cuda.get_rng_state_all()"
+            generator, call = _GLOBAL.get(self.name, of_gpu)
+            return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
         values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected})"
         return f"{_NOUNS[self.kind]}, `{self.name}`{values}, after step {self.step}: save and load it"
 

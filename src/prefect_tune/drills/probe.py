@@ -214,9 +214,9 @@ def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield "global numpy.random", _digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():
-            for device in range(torch.cuda.device_count()):
-                yield f"global torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
+        if torch.cuda.is_initialized():  # a training on the CPU must not take memory of a GPU
+            for number, state in enumerate(torch.cuda.get_rng_state_all()):
+                yield f"global torch.cuda:{number}", _digest(state)
     yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
 
 
