@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -75,6 +75,22 @@ def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if
     assert [(each.kind, each.name) for each in found] == [
         ("rng", "random"), ("optimizer", "adam.step"), ("model", "weights"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differs", "named"),
+    [
+        ({"counter place": "32", "optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["place"]),
+        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch", "adam.lr"]),
+        ({"optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["adam.m", "loss"]),
+    ],
+)
+def test_one_step_after_the_resume_what_follows_from_a_cause_is_not_named(
+    differs: Mapping[str, str], named: Sequence[str]
+) -> None:
+    like = run(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = run(*like.records[:3], record(4, differs, attempt=2))
+    assert [each.name for each in forgotten_in(like, killed)] == named
 
 
 def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:

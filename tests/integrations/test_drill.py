@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import states
-from prefect_tune.drills.run_drill import DrillPlan, run_drill
+from prefect_tune.drills.run_drill import run_drill
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
 torch = pytest.importorskip("torch")
@@ -97,12 +98,12 @@ def test_the_drill_does_not_initialize_cuda() -> None:
     ("trainable", "config"),
     [
         ("torch_digits:Digits", {"lr": 0.1, "width": 32}),
-        ("sklearn_digits:Digits", {"alpha": 1e-4, "learning_rate_init": 0.01}),
+        ("sklearn_digits:Digits", {"loss": "log_loss", "alpha": 1e-4}),
         ("lightning_digits:train", {"lr": 0.1, "width": 32}),
-        ("transformers_digits:train", {"learning_rate": 1e-3}),
-        ("keras_digits:train", {"learning_rate": 0.01, "units": 16}),
-        ("xgboost_digits:train", {"max_depth": 3, "learning_rate": 0.3}),
-        ("lightgbm_digits:train", {"num_leaves": 15, "learning_rate": 0.1}),
+        ("transformers_digits:train", {"lr": 1e-3, "weight_decay": 0.01}),
+        ("keras_digits:train", {"lr": 0.01, "width": 16}),
+        ("xgboost_digits:train", {"max_depth": 3, "eta": 0.3}),
+        ("lightgbm_digits:train", {"num_leaves": 8, "learning_rate": 0.1}),
     ],
 )
 def test_each_example_passes_its_drill(
@@ -110,5 +111,34 @@ def test_each_example_passes_its_drill(
 ) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = drilled(f"{trainable}", config, prefect_server, tmp_path)
+    found = drilled(trainable, config, prefect_server, tmp_path)
     assert found.is_exact, list(found.lines())
+
+
+# ---------------------------------------------------------------------------------------------- the examples of others
+
+XGBOOST = {"objective": "binary:logistic", "eval_metric": ["logloss", "error"], "max_depth": 3, "subsample": 0.8}
+LIGHTGBM = {"objective": "binary", "metric": ["binary_error", "binary_logloss"], "verbose": -1, "num_leaves": 31}
+LIGHTNING = {"layer_1": 32, "layer_2": 64, "lr": 0.01, "batch_size": 64}
+KERAS = {"lr": 0.05, "momentum": 0.5, "hidden": 64}
+
+
+@pytest.mark.parametrize(
+    ("trainable", "config", "verdict", "first"),
+    [
+        ("ray_xgboost:train_breast_cancer", XGBOOST, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_xgboost:seeded", XGBOOST, "not exact", "first difference at step 3: metric `test-logloss`"),
+        ("ray_lightgbm:train_breast_cancer", LIGHTGBM, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_lightgbm:seeded", LIGHTGBM, "not exact", "num_iterations: 98], expected [num_iterations: 100]"),
+        ("ray_lightning:train_mnist_tune", LIGHTNING, "exact", ""),
+        ("ray_keras:train_mnist", KERAS, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_keras:seeded", KERAS, "exact", ""),
+        ("ray_transformers:tune_transformer", {}, "exact", ""),
+    ],
+)
+def test_what_it_finds_in_the_examples_of_ray_is_as_documented(
+    trainable: str, config: dict[str, object], verdict: str, first: str, prefect_server: str, tmp_path: Path
+) -> None:
+    found = drilled(f"tests.integrations.foreign.{trainable}", config, prefect_server, tmp_path)
+    assert found.verdict == verdict, list(found.lines())
+    assert first in next(found.lines())
