@@ -81,3 +81,8 @@ def train_mnist_tune(config, num_epochs=10):
         callbacks=[TuneReportCheckpointCallback(metrics, every_steps=4)],
     )
     trainer.fit(model, dm, ckpt_path=restored_checkpoint(), weights_only=True)
+
+
+def seeded(config):
+    pl.seed_everything(0)
+    train_mnist_tune(config)
