@@ -57,6 +57,12 @@ def test_each_kind_is_said_with_what_to_save(kind: str, name: str, said: str) ->
     assert str(found).replace(", and set it on a resume", "").replace(", after step 3", "") == said
 
 
+def test_the_digest_of_a_generator_is_not_shown() -> None:
+    like = undisturbed(random="rng")
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"rng random": repr(DIGESTS[99])}))
+    assert str(found) == "the state of a random generator, `random`, after step 3: save and load it"
+
+
 def test_a_counter_is_said_with_both_values() -> None:
     like = run(*(record(step, {"counter steps": str(step)}) for step in range(1, 6)))
     (found,) = forgotten_in(like, resumed_at(3, like, **{"counter steps": "0"}))
