@@ -1,17 +1,21 @@
-"""The drill as a flow: prove that a training of one's own resumes exactly, on a schedule, in CI, or by hand."""
+"""The drill as a flow and a task: prove that a training of one's own resumes exactly, on a schedule or in CI."""
 
 from __future__ import annotations
 
+from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
 from prefect_tune.drills.findings import DrillReport
-from prefect_tune.drills.run_drill import drill_plan, environment_with_api, run_drill
+from prefect_tune.drills.plan import drill_plan
+from prefect_tune.drills.run_drill import environment_with_api
+from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, TargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.prefect_api.task_runs import public_task
 
-__all__ = ["drill"]
+__all__ = ["drill", "run_drill"]
 
 
 @flow_with_server(name="drill", persist_result=False)
@@ -69,9 +73,15 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         seed=seed,
         hours_between_failures=hours_between_failures,
     )
-    report = run_drill(plan, resolve_target(target), environment_with_api(), keep=keep)
+    report = run_in_processes(plan, resolve_target(target), environment_with_api(), keep=keep)
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:
         raise NotExact(next(report.lines()), report)
     return report
+
+
+run_drill = public_task(
+    name="run-drill", task_run_name="drill {trainable}", cache_policy=NO_CACHE, persist_result=False
+)(drill.fn)
+"""`drill` as a task with the same arguments: `run_drill.map([...], target=unmapped(...))` in a flow of one's own."""

@@ -25,8 +25,8 @@ FOLDER_FILES = 15
 FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
-PACKAGE_LINES = 54660  # 344 of them for the generation of an experiment, 1400 for the drill, 850 for the audit
-PACKAGE_FILES = 288  # 10 of them for the drill, 2 for the audit
+PACKAGE_LINES = 54800  # 344 of them for the generation of an experiment, 1540 for the drill, 850 for the audit
+PACKAGE_FILES = 289  # 11 of them for the drill, 2 for the audit
 IMPORT_LINES = 0.095  # of all lines of the package
 ONE_IMPORTER = 38  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""

@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.repeated import Repeated
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.drills.findings import DrillReport
-    from prefect_tune.flows.drill import drill
+    from prefect_tune.flows.drill import drill, run_drill
     from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
     from prefect_tune.flows.maintain import maintain
     from prefect_tune.flows.resume import resume
@@ -248,6 +248,7 @@ __all__ = [
     "restore_checkpoint",
     "restore_experiment_state",
     "resume",
+    "run_drill",
     "run_trial",
     "sample_from",
     "save_checkpoint",
@@ -267,7 +268,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.drills.findings": "DrillReport",
-    "prefect_tune.flows.drill": "drill",
+    "prefect_tune.flows.drill": "drill run_drill",
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results": "Results load_results",

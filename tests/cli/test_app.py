@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
-from prefect_tune.drills.run_drill import DrillPlan
+from prefect_tune.drills.plan import DrillPlan
 from tests.fakes.command_line import Run, run_in_process
 from tests.fakes.servers.refusing_server import refusing
 

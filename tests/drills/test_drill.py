@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from prefect import flow, unmapped
 from rich.console import Console
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.drills import probe
+from prefect_tune.drills.evidence import read_records
 from prefect_tune.drills.picture import cells_of, drill_in_terminal
+from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
-from prefect_tune.drills.run_drill import DrillPlan, Track, drill_plan, kills_of, run_drill
+from prefect_tune.drills.run_drill import Drill, Track, run_drill
+from tests.trainables.numpy_mlp import NumpyMlp
 
 MODEL = "prefect_tune.demo.model:Digits"
 
@@ -55,10 +66,49 @@ def test_what_was_forgotten_is_named_and_the_flow_fails(
     assert json.loads(json.dumps(report.fields()))["forgotten"][0]["kind"] == "rng"
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_a_flow_of_ones_own_drills_several_trainings_as_tasks(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    trainables = [f"tests.trainables.numpy_mlp:{name}" for name in ("NumpyMlp", "Forgetful")]
+
+    @flow
+    def check() -> list[Any]:
+        runs = pt.run_drill.map(trainables, target=str(tmp_path), steps=4, at=unmapped([2]))
+        return [each.result(raise_on_failure=False) for each in runs]
+
+    exact, forgetful = check()
+    assert isinstance(exact, pt.DrillReport)
+    assert exact.is_exact
+    assert isinstance(forgetful, pt.NotExact)
+
+
 def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
     with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*nowhere"):
         run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment)
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    target = pt.LocalTarget(path=str(tmp_path / "target"))
+    with target.open(timeout=timedelta(seconds=60)) as store:
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, None, most_seconds=0.5)
+        with pytest.raises(TuneError, match=r"drill-.*-killed did not end within 0 s, 10 times as long"):
+            drill.train("killed")
+
+
+def test_a_run_ends_with_the_drill_that_started_it(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        **RunPlan(MODEL, str(tmp_path)).in_environment(),
+        "PREFECT_API_URL": "http://127.0.0.1:9",
+    }
+    options = {"target": str(tmp_path), "config": {}, "experiment": "e", "steps": 4, "save_every": 2}
+    command = [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)]
+    done = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan
@@ -108,6 +158,25 @@ def test_the_plan_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in plan.in_environment().items():
         monkeypatch.setenv(name, value)
     assert RunPlan.of_environment() == plan
+
+
+# ----------------------------------------------------------------------------------------------------- the trainable
+
+
+def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in RunPlan("tests.trainables.numpy_mlp:NumpyMlp", str(tmp_path)).in_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(probe, "get_trial", lambda: SimpleNamespace(step=0, attempt=1))
+    monkeypatch.setitem(vars(probe), "Probed", kind := cast(type[Any], probe.__getattr__("Probed")))
+    made, plain = kind(), NumpyMlp()
+    for each in (made, plain):
+        each.setup({})
+        each.step()
+    assert vars(made).keys() == vars(plain).keys()
+    assert type(pickle.loads(pickle.dumps(made))) is kind
+    assert [each.step for each in read_records(Path(tmp_path, "records.jsonl"))] == [1]
 
 
 # -------------------------------------------------------------------------------------------------------- the states

@@ -78,10 +78,11 @@ def near(value: float) -> Any:
         ("m.keras", as_zip, {"weights": b"123", "config": b"{}"}, {"weights": b"124", "config": b"{}"},
          ["`m.keras`, `weights`, bytes differ (3, expected 3)"]),
         ("m.keras", as_zip, {"weights": b"123"}, {"weights": b"123"}, []),
-        ("x.bin", Path.write_bytes, b"abcd", b"abxd", ["`x.bin`, bytes differ from byte 2 on (4 bytes)"]),
-        ("x.bin", Path.write_bytes, b"abcd", b"abcde", ["`x.bin`, bytes differ from byte 4 on (5, expected 4 bytes)"]),
+        ("x.bin", Path.write_bytes, b"ab\xffd", b"ab\xfed", ["`x.bin`, bytes differ from byte 2 on (4 bytes)"]),
+        ("x.txt", Path.write_bytes, b"ab\n", b"ab\nc", ["`x.txt`, bytes differ from byte 3 on (4, expected 3 bytes)"]),
+        ("x.txt", Path.write_bytes, b"a\nit: 8\n", b"a\nit: 10\n", ["`x.txt`, line 2: 'it: 10', expected 'it: 8'"]),
         ("x.bin", Path.write_bytes, b"abcd", b"abcd", []),
-        ("s.json", Path.write_bytes, b"{", b"[", ["`s.json`, bytes differ from byte 0 on (1 bytes)"]),
+        ("s.json", Path.write_bytes, b"{", b"[", ["`s.json`, line 1: '[', expected '{'"]),
     ],
 )  # fmt: skip
 def test_a_difference_is_named_as_the_format_allows(

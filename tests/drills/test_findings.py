@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import pytest
 
 from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
+from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
 from prefect_tune.drills.file_contents import FileDifference
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
-from prefect_tune.drills.run_drill import DrillPlan
+from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.run_drill import require_resumed
 
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
 MANIFEST = Manifest(
@@ -32,10 +35,14 @@ def run(kills: Sequence[Kill] = ()) -> DrillRun:
     return DrillRun(metrics, {2: MANIFEST}, [Save(2, 2048, 512, 0.1)], records, kills)
 
 
-def reported(differences: Sequence[Difference] = (), unstable: Sequence[Difference] = ()) -> DrillReport:
+def reported(
+    differences: Sequence[Difference] = (),
+    unstable: Sequence[Difference] = (),
+    changing: Collection[tuple[str, str]] = (("m.pt", "w"), ("m.pt", "v")),
+) -> DrillReport:
     killed = run([Kill("trial", 3, 2, 4.2)])
     again = run() if differences else None
-    return report_of(PLAN, "drill-0", Runs(run(), killed, again, differences, unstable))
+    return report_of(PLAN, "drill-0", Runs(run(), killed, again, differences, unstable, changing))
 
 
 def at(step: int, file: str, key: str, what: str = "2, expected 1") -> Difference:
@@ -73,6 +80,51 @@ def test_a_metric_that_differs_by_itself_does_not_matter() -> None:
     assert any("a second undisturbed run too" in line and "`seconds`" in line for line in found.lines())
 
 
+def test_what_differs_by_itself_and_training_does_not_change_does_not_matter() -> None:
+    path = at(2, "args.bin", "output_dir", "'/tmp/b', expected '/tmp/a'")
+    found = reported([path], [path], changing=[("m.pt", "w")])
+    assert found.is_exact
+    assert any("a second undisturbed run too" in line and "/tmp/a" in line for line in found.lines())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("optimizer", "  no effect in 4 steps, but not restored: the optimizer, `it` (0, expected 3), after step 3"),
+        ("state", ""),
+    ],
+)
+def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, said: str) -> None:
+    like = [Record(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
+    resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {f"{kind} it": "0"})
+    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
+    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, (), (), ()))
+    assert found.is_exact
+    assert said in "\n".join(found.lines())
+    assert ("not restored" in "\n".join(found.lines())) == bool(said)
+
+
+def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> None:
+    undisturbed = replace(run(), saves=[Save(2, 900, 900, 0.1), Save(4, 900, 700, 0.1)])
+    killed = replace(run([Kill("upload", 4, 2, 1.0)]), saves=[Save(2, 900, 900, 0.1), Save(4, 900, 300, 0.1)])
+    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, (), (), ()))
+    assert found.kills[0].kept_bytes == 400
+    assert any(line.endswith("next step done after 1.0 s, 400 B of the upload kept") for line in found.lines())
+
+
+@pytest.mark.parametrize(
+    ("undisturbed", "kill", "said"),
+    [
+        (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "the training saved no checkpoint"),
+        (run(), Kill("trial", 1, 0, 1.0), "killed after these steps: 1; the first checkpoint is of step 2. Kill after"),
+    ],
+)
+def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, said: str) -> None:
+    with pytest.raises(TuneError, match=said):
+        require_resumed(undisturbed, run([kill]))
+    require_resumed(run(), run([kill, Kill("search", 3, 2, 1.0)]))
+
+
 @pytest.mark.parametrize(
     ("differs", "unstable", "verdict"),
     [
@@ -102,6 +154,6 @@ def test_the_report_is_json() -> None:
 
 
 def test_a_kill_that_was_not_made_is_said() -> None:
-    found = report_of(PLAN, "drill-0", Runs(run(), run(), None, (), ()))
+    found = report_of(PLAN, "drill-0", Runs(run(), run(), None, (), (), ()))
     assert found.missed_kills == 1
     assert any("1 kill was not made" in line for line in found.lines())

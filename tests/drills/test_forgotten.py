@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -42,9 +42,10 @@ def test_what_is_as_it_was_is_not_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
-        ("global", "random", "the global random generator of `random`: save random.getstate()"),
-        ("global", "numpy.random", "the global random generator of `numpy.random`: save numpy.random.get_state()"),
-        ("global", "torch", "the global random generator of `torch`: save torch.get_rng_state()"),
+        ("global", "random", "Python's generator: save random.getstate()"),
+        ("global", "numpy.random", "NumPy's global generator: save numpy.random.get_state()"),
+        ("global", "torch", "torch's generator of the CPU: save torch.get_rng_state()"),
+        ("global", "torch.cuda:1", "torch's generator of cuda:1: save torch.cuda.get_rng_state_all()"),
         ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
         ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
         ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),
@@ -54,6 +55,12 @@ def test_each_kind_is_said_with_what_to_save(kind: str, name: str, said: str) ->
     like = undisturbed(**{name.replace(".", "__"): kind})
     (found,) = forgotten_in(like, resumed_at(3, like, **{f"{kind} {name}": DIGESTS[99]}))
     assert str(found).replace(", and set it on a resume", "").replace(", after step 3", "") == said
+
+
+def test_the_digest_of_a_generator_is_not_shown() -> None:
+    like = undisturbed(random="rng")
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"rng random": repr(DIGESTS[99])}))
+    assert str(found) == "the state of a random generator, `random`, after step 3: save and load it"
 
 
 def test_a_counter_is_said_with_both_values() -> None:
@@ -74,6 +81,22 @@ def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if
     assert [(each.kind, each.name) for each in found] == [
         ("rng", "random"), ("optimizer", "adam.step"), ("model", "weights"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differs", "named"),
+    [
+        ({"counter place": "32", "optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["place"]),
+        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch", "adam.lr"]),
+        ({"optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["adam.m", "loss"]),
+    ],
+)
+def test_one_step_after_the_resume_what_follows_from_a_cause_is_not_named(
+    differs: Mapping[str, str], named: Sequence[str]
+) -> None:
+    like = run(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = run(*like.records[:3], record(4, differs, attempt=2))
+    assert [each.name for each in forgotten_in(like, killed)] == named
 
 
 def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.drills.run_drill import DrillPlan, run_drill
+from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.probe import states
+from prefect_tune.drills.run_drill import run_drill
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
 MODULE = "tests.trainables.forgetful"
 
 
@@ -52,16 +57,53 @@ def test_what_it_forgets_is_named(
     assert first.name.removeprefix("made.").startswith(name)
 
 
+# ------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@on_gpu
+@pytest.mark.parametrize("trainable", ["Whole", "train"])
+def test_a_training_on_a_gpu_that_saves_everything_is_exact(
+    trainable: str, prefect_server: str, tmp_path: Path
+) -> None:
+    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda"}, prefect_server, tmp_path)
+    assert found.is_exact, list(found.lines())
+
+
+@on_gpu
+@pytest.mark.parametrize("trainable", ["Whole", "train"])
+def test_the_generator_of_a_gpu_is_named(trainable: str, prefect_server: str, tmp_path: Path) -> None:
+    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda", "forgets": "cuda"}, prefect_server, tmp_path)
+    assert found.verdict == "not exact", list(found.lines())
+    assert str(found.forgotten[0]).startswith("torch's generator of cuda:0, after step "), list(found.lines())
+
+
+@on_gpu
+def test_the_state_of_the_generator_of_a_gpu_changes_with_each_draw() -> None:
+    torch.cuda.init()
+    first = dict(states({}))["global torch.cuda:0"]
+    assert dict(states({}))["global torch.cuda:0"] == first
+    torch.rand(1, device="cuda")
+    assert dict(states({}))["global torch.cuda:0"] != first
+
+
+def test_the_drill_does_not_initialize_cuda() -> None:
+    code = "import torch; from prefect_tune.drills.probe import states; assert dict(states({}))['global torch']"
+    subprocess.run([sys.executable, "-c", f"{code}; assert not torch.cuda.is_initialized()"], check=True)
+
+
+# --------------------------------------------------------------------------------------------------------- examples
+
+
 @pytest.mark.parametrize(
     ("trainable", "config"),
     [
         ("torch_digits:Digits", {"lr": 0.1, "width": 32}),
-        ("sklearn_digits:Digits", {"alpha": 1e-4, "learning_rate_init": 0.01}),
+        ("sklearn_digits:Digits", {"loss": "log_loss", "alpha": 1e-4}),
         ("lightning_digits:train", {"lr": 0.1, "width": 32}),
-        ("transformers_digits:train", {"learning_rate": 1e-3}),
-        ("keras_digits:train", {"learning_rate": 0.01, "units": 16}),
-        ("xgboost_digits:train", {"max_depth": 3, "learning_rate": 0.3}),
-        ("lightgbm_digits:train", {"num_leaves": 15, "learning_rate": 0.1}),
+        ("transformers_digits:train", {"lr": 1e-3, "weight_decay": 0.01}),
+        ("keras_digits:train", {"lr": 0.01, "width": 16}),
+        ("xgboost_digits:train", {"max_depth": 3, "eta": 0.3}),
+        ("lightgbm_digits:train", {"num_leaves": 8, "learning_rate": 0.1}),
     ],
 )
 def test_each_example_passes_its_drill(
@@ -69,5 +111,35 @@ def test_each_example_passes_its_drill(
 ) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = drilled(f"{trainable}", config, prefect_server, tmp_path)
+    found = drilled(trainable, config, prefect_server, tmp_path)
     assert found.is_exact, list(found.lines())
+
+
+# ---------------------------------------------------------------------------------------------- the examples of others
+
+XGBOOST = {"objective": "binary:logistic", "eval_metric": ["logloss", "error"], "max_depth": 3, "subsample": 0.8}
+LIGHTGBM = {"objective": "binary", "metric": ["binary_error", "binary_logloss"], "verbose": -1, "num_leaves": 31}
+LIGHTNING = {"layer_1": 32, "layer_2": 64, "lr": 0.01, "batch_size": 64}
+KERAS = {"lr": 0.05, "momentum": 0.5, "hidden": 64}
+
+
+@pytest.mark.parametrize(
+    ("trainable", "config", "verdict", "first"),
+    [
+        ("ray_xgboost:train_breast_cancer", XGBOOST, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_xgboost:seeded", XGBOOST, "not exact", "first difference at step 3: metric `test-logloss`"),
+        ("ray_lightgbm:train_breast_cancer", LIGHTGBM, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_lightgbm:seeded", LIGHTGBM, "not exact", "first difference at step 4: `model.txt`, line "),
+        ("ray_lightning:train_mnist_tune", LIGHTNING, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_lightning:seeded", LIGHTNING, "exact", ""),
+        ("ray_keras:train_mnist", KERAS, "not deterministic", "from step 1 on; first step 1: metric"),
+        ("ray_keras:seeded", KERAS, "exact", ""),
+        ("ray_transformers:tune_transformer", {}, "exact", ""),
+    ],
+)
+def test_what_it_finds_in_the_examples_of_ray_is_as_documented(
+    trainable: str, config: dict[str, object], verdict: str, first: str, prefect_server: str, tmp_path: Path
+) -> None:
+    found = drilled(f"tests.integrations.foreign.{trainable}", config, prefect_server, tmp_path)
+    assert found.verdict == verdict, list(found.lines())
+    assert first in next(found.lines())

@@ -18,17 +18,18 @@ class Whole(pt.Trainable):
     """Saves and loads all of it, but for what `config["forgets"]` names."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        self.forgets = config.get("forgets", "")
+        self.forgets, self.device = config.get("forgets", ""), config.get("device", "cpu")
         random.seed(1)
         np.random.seed(2)  # noqa: NPY002 - the global generator, which many trainings use
         torch.manual_seed(3)
-        self.inputs = torch.randn(256, 8)
+        self.inputs = torch.randn(256, 8).to(self.device)
         self.targets = self.inputs.sum(1, keepdim=True)
         self.order, self.place = np.random.permutation(256), 0  # noqa: NPY002 - the global generator, as above
         self.model = nn.Sequential(nn.Linear(8, config.get("width", 16)), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.model.to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=2.0**10, growth_interval=2)
         self.steps = 0
 
     def step(self) -> dict[str, float]:
@@ -53,6 +54,7 @@ class Whole(pt.Trainable):
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
         }
         return {name: each for name, each in parts.items() if name != self.forgets}
 
@@ -78,6 +80,7 @@ class Whole(pt.Trainable):
                 getattr(self, name).load_state_dict(state[name])
         if "torch" in state:
             torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state.get("cuda", []))
         plain = json.loads(Path(checkpoint_dir, "state.json").read_text())
         if "python" in plain:
             version, values, gauss = plain["python"]

@@ -16,7 +16,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.texts import visible
 
 if TYPE_CHECKING:
-    from prefect_tune.drills.run_drill import DrillPlan
+    from prefect_tune.drills.plan import DrillPlan
 
 blocks = typer.Typer(cls=Group, help="Register and check the blocks of storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["getting_started"])
@@ -95,7 +95,7 @@ def drill(
     Exits with 0 if they are the same, with 1 if not, and with 2 if the drill could not run.
     """
     from prefect_tune.cli.search_options import import_from_here, values_from
-    from prefect_tune.drills.run_drill import drill_plan
+    from prefect_tune.drills.plan import drill_plan
 
     try:
         steps_at = [int(each) for each in at.split(",")] if at else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.drills.run_drill import DrillPlan
+from prefect_tune.drills.plan import DrillPlan
 
 _WIDTH = 120_000  # of the network: its checkpoint has to be large enough to be hit in its middle
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class Kill:
     """The step after which training resumed."""
     seconds: float
     """From the kill to the end of the next step."""
+    kept_bytes: int = 0
+    """Of an upload that was killed: the bytes that had arrived, and were not sent again."""
 
     @property
     def steps_again(self) -> int:
@@ -158,15 +161,27 @@ def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence
     return list(first.values())
 
 
+def changing_places(store: ObjectStore, run: DrillRun) -> Collection[tuple[str, str]]:
+    """Return the places in the checkpoints of a run that change from one to the next, as training does."""
+    pairs = pairwise(sorted(run.manifests))
+    found = [replace(run, manifests={0: run.manifests[step]}) for pair in pairs for step in pair]
+    return {
+        each.place
+        for one, other in zip(found[::2], found[1::2], strict=True)
+        for each in _of_checkpoints(store, one, other)
+    }
+
+
 def _order(each: Difference) -> tuple[int, bool]:
     return each.step, each.what.file != METRICS
 
 
 def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
-    for step, metrics in expected.metrics.items():
-        others = found.metrics.get(step)
-        if others is None:
-            yield Difference(step, FileDifference(METRICS, "", "the step was not reported"))
+    for step in sorted(expected.metrics.keys() | found.metrics.keys()):
+        metrics, others = expected.metrics.get(step), found.metrics.get(step)
+        if metrics is None or others is None:
+            what = "the step was not reported" if others is None else "the undisturbed run ended before this step"
+            yield Difference(step, FileDifference(METRICS, "", what))
             continue
         for name in dict.fromkeys([*metrics, *others]):
             missing = "no value"

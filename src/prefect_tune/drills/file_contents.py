@@ -49,6 +49,8 @@ def compare_files(expected: Path, found: Path, name: str) -> Sequence[FileDiffer
         return []
     left, right = (_named_values(each, name) for each in (expected, found))
     if left is None or right is None:
+        if what := _unlike_lines(expected, found):
+            return [FileDifference(name, "", what)]
         sizes = f"{expected.stat().st_size:,} bytes", f"{found.stat().st_size:,}"
         size = sizes[0] if expected.stat().st_size == found.stat().st_size else f"{sizes[1]}, expected {sizes[0]}"
         return [FileDifference(name, "", f"bytes differ from byte {at:,} on ({size})")]
@@ -67,6 +69,18 @@ def _first_difference(expected: Path, found: Path) -> int | None:
             if not one:
                 return None
             at += len(one)
+
+
+def _unlike_lines(expected: Path, found: Path) -> str:
+    """Return the first line of a text that differs; empty if one is no text, or ends where the other continues."""
+    try:
+        with expected.open(encoding="utf-8") as left, found.open(encoding="utf-8") as right:
+            for number, (one, other) in enumerate(zip(left, right, strict=False), 1):
+                if one != other:
+                    return f"line {number:,}: {_shown(other.strip())}, expected {_shown(one.strip())}"
+    except UnicodeDecodeError:
+        pass
+    return ""
 
 
 def _compared(expected: Mapping[str, Any], found: Mapping[str, Any], name: str) -> Iterator[FileDifference]:

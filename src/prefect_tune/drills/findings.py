@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.models import plural, shown_size
-from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill
-from prefect_tune.drills.forgotten import Forgotten, forgotten_in
-
-if TYPE_CHECKING:
-    from prefect_tune.drills.run_drill import DrillPlan
+from prefect_tune.drills.evidence import Difference, DrillRun, Kill
+from prefect_tune.drills.forgotten import LASTING, Forgotten, forgotten_in
+from prefect_tune.drills.plan import DrillPlan
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
-_SHOWN = 8
+_SHOWN, _SHOWN_LEFT_OUT = 8, 2
 _WHO = {"trial": "the trial", "search": "the search", "upload": "the search, in an upload"}
 
 
@@ -31,6 +29,8 @@ class Runs(NamedTuple):
     """Between the first two."""
     unstable: Sequence[Difference]
     """Between the undisturbed ones."""
+    changing: Collection[tuple[str, str]]
+    """The places in checkpoints that training changes."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,18 @@ class DrillReport:
         if self.verdict == "not exact":
             first = self.differences[0]
             yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
-            yield from _listed("", self.differences[1:])
+            yield from _listed("", self.differences[1:], _SHOWN)
         if self.verdict != "not deterministic" and self.unstable:
-            yield from _listed("differs in a second undisturbed run too, and is left out: ", self.unstable)
+            yield from _listed(
+                "differs in a second undisturbed run too, and is left out: ", self.unstable, _SHOWN_LEFT_OUT
+            )
+        found = (
+            "probably not restored"
+            if self.verdict == "not exact"
+            else f"no effect in {self.steps} steps, but not restored"
+        )
         for each in self.forgotten:
-            yield f"  probably not restored: {each}"
+            yield f"  {found}: {each}"
         if self.verdict == "not exact" and not self.forgotten:
             yield (
                 "  nothing that the drill can see was left out: look for an iterator over the data, a generator of a "
@@ -137,9 +144,10 @@ class DrillReport:
     def _costs(self) -> Iterator[str]:
         for each in self.kills:
             again = f"trained {plural(each.steps_again, 'step', 'steps')} again"
+            kept = f", {shown_size(each.kept_bytes)} of the upload kept" if each.victim == "upload" else ""
             yield (
                 f"  kill of {_WHO[each.victim]} after step {each.step}: resumed from step {each.resumed_from}, "
-                f"{again}, next step done after {each.seconds:.1f} s"
+                f"{again}, next step done after {each.seconds:.1f} s{kept}"
             )
         if self.missed_kills:
             yield f"  {plural(self.missed_kills, 'kill was', 'kills were')} not made: no upload began after their step"
@@ -157,28 +165,28 @@ class DrillReport:
             )
 
 
-def _listed(before: str, differences: Sequence[Difference]) -> Iterator[str]:
-    for each in differences[:_SHOWN]:
+def _listed(before: str, differences: Sequence[Difference], shown: int) -> Iterator[str]:
+    for each in differences[:shown]:
         yield f"  {before}{each}"
-    if len(differences) > _SHOWN:
-        yield f"  … and {len(differences) - _SHOWN} more"
+    if len(differences) > shown:
+        yield f"  … and {len(differences) - shown} more"
 
 
 def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     """Return the report of the runs of a drill."""
-    undisturbed, killed, again, differences, unstable = runs
-    forgotten = forgotten_in(undisturbed, killed, again) if differences else []
+    undisturbed, killed, again, differences, unstable, changing = runs
     places = {each.place for each in unstable}
     left = [each for each in differences if each.place not in places]
+    forgotten = [each for each in forgotten_in(undisturbed, killed, again) if left or each.kind in LASTING]
     save = _save_costs(undisturbed)
     return DrillReport(
         name=name,
         trainable=plan.trainable,
-        verdict=_verdict(left, unstable),
+        verdict=_verdict(left, [each for each in unstable if each.place in changing]),
         steps=plan.steps,
         compared_metrics=sum(map(len, undisturbed.metrics.values())),
         compared_files=sum(len(each.files) for step, each in undisturbed.manifests.items() if step in killed.manifests),
-        kills=killed.kills,
+        kills=[replace(each, kept_bytes=_kept_bytes(each, undisturbed, killed)) for each in killed.kills],
         missed_kills=len(plan.kills) - len(killed.kills),
         differences=left,
         unstable=unstable,
@@ -188,10 +196,17 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     )
 
 
+def _kept_bytes(kill: Kill, undisturbed: DrillRun, killed: DrillRun) -> int:
+    """Return what the upload after the resume did not send again; the undisturbed one sent all that was new."""
+    if kill.victim != "upload":
+        return 0
+    sent = [{each.step: each.sent_bytes for each in run.saves} for run in (undisturbed, killed)]
+    return max(0, sent[0].get(kill.step, 0) - sent[1].get(kill.step, 0))
+
+
 def _verdict(left: Sequence[Difference], unstable: Sequence[Difference]) -> Verdict:
-    """A metric that differs by itself, such as a time, does not matter; a checkpoint that does hides everything."""
-    in_state = [each.step for each in unstable if each.what.file != METRICS]
-    if in_state and (not left or min(in_state) <= left[0].step):
+    """What two undisturbed runs do not share matters if it is in a checkpoint and training changes it."""
+    if unstable and (not left or min(each.step for each in unstable) <= left[0].step):
         return "not deterministic"
     return "not exact" if left else "exact"
 

@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from prefect_tune.drills.evidence import DrillRun, Record
 
 _NOUNS = {
-    "global": "the global random generator",
+    "global": "a global random generator",
     "rng": "the state of a random generator",
-    "optimizer": "the optimizer",
-    "schedule": "the learning-rate schedule",
+    "schedule": "the learning-rate schedule",  # it sets the rate of the optimizer
     "scaler": "the gradient scaler",
-    "model": "the model",
+    "optimizer": "the optimizer",
     "counter": "a counter",
+    "model": "the model",
     "value": "a value",
     "state": "an attribute",
 }
-_SAVES = {
-    "random": "random.getstate()",
-    "numpy.random": "numpy.random.get_state()",
-    "torch": "torch.get_rng_state()",
+_GLOBAL = {
+    "random": ("Python's generator", "random.getstate()"),
+    "numpy.random": ("NumPy's global generator", "numpy.random.get_state()"),
+    "torch": ("torch's generator of the CPU", "torch.get_rng_state()"),
 }
 _ORDER = list(_NOUNS)
 _MOST = 6
+LASTING = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
+"""Kinds whose states matter later if they do not yet; an attribute may be anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,15 @@ class Forgotten:
     def __str__(self) -> str:
         """Say what was not restored, and what to save."""
         if self.kind == "global":
-            call = _SAVES.get(self.name, "torch.cuda.get_rng_state_all()")
-            return f"{_NOUNS[self.kind]} of `{self.name}`, after step {self.step}: save {call}, and set it on a resume"
+            of_gpu = f"torch's generator of {self.name.removeprefix('torch.')}", "torch.cuda.get_rng_state_all()"
+            generator, call = _GLOBAL.get(self.name, of_gpu)
+            return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
         values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected})"
         return f"{_NOUNS[self.kind]}, `{self.name}`{values}, after step {self.step}: save and load it"
 
 
 def _is_digest(text: str) -> bool:
-    return len(text) == 16 and all(each in "0123456789abcdef" for each in text)
+    return len(text.strip("'")) == 16 and set(text) <= set("'0123456789abcdef")  # a generator's is a text
 
 
 def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None) -> Sequence[Forgotten]:
@@ -59,8 +62,8 @@ def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None
 
     Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
     undisturbed run. A state that training does not change, or that differs between two undisturbed runs, is no
-    evidence. Of a function the model and all that follows from it may differ only because of another cause, so that
-    generators and counters come first.
+    evidence. Of a function all that follows from a sum differs after that step, whatever the cause: it is named only
+    if no generator, count or rate differs.
     """
     known = {each.step: each for each in undisturbed.records}
     others = {each.step: each for each in again.records} if again is not None else known
@@ -72,8 +75,16 @@ def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None
         if reference is None or other is None:
             continue
         if found := list(_unlike(record, reference, other, changing)):
-            return sorted(_roots(found), key=lambda each: _ORDER.index(each.kind))[:_MOST]
+            causes = [] if record.is_restored else [each for each in found if _is_cause(each)]
+            return sorted(_roots(causes or found), key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[
+                :_MOST
+            ]
     return []
+
+
+def _is_cause(found: Forgotten) -> bool:
+    """Whether it is no result of another difference one step later: sums are, generators and counts are not."""
+    return found.kind in {"global", "rng"} or not (_is_digest(found.found) or found.kind == "value")
 
 
 def _resumed(killed: DrillRun) -> Iterator[Record]:
@@ -88,8 +99,8 @@ def _resumed(killed: DrillRun) -> Iterator[Record]:
 def _unlike(record: Record, reference: Record, other: Record, changing: Collection[str]) -> Iterator[Forgotten]:
     for name, expected in reference.states.items():
         found = record.states.get(name)
-        says_something = name in changing and other.states.get(name) == expected and not expected.startswith("<")
-        if found is not None and found != expected and says_something:
+        says_something = name in changing and other.states.get(name) == expected
+        if found is not None and found != expected and says_something and "<" not in {found[:1], expected[:1]}:
             kind, _, path = name.partition(" ")
             yield Forgotten(kind, path, record.step, found, expected)
 

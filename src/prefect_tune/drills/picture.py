@@ -15,7 +15,8 @@ from rich.text import Text
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.texts import visible
 from prefect_tune.drills.findings import DrillReport
-from prefect_tune.drills.run_drill import DrillPlan, Track, api_of_drill, run_drill, temporary_folder
+from prefect_tune.drills.plan import DrillPlan
+from prefect_tune.drills.run_drill import Track, api_of_drill, run_drill, temporary_folder
 
 _CELLS = 24
 _LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed after this step"

@@ -38,6 +38,7 @@ _PLAN = "PREFECT_TUNE_DRILL"
 _MOST_VALUES = 4000
 _MOST_TEXT = 100
 _MOST_BYTES = 1 << 28
+_MOST_PICKLED_BYTES = 1 << 20
 _DEPTH = 3
 _STATES = ("getstate", "get_state", "state_dict")
 """The methods by which generators, and models and optimizers, return their state."""
@@ -92,32 +93,34 @@ class RunPlan:
 
 
 def __getattr__(name: str) -> object:
-    """Return the trainable that the plan of this process names, with the probe around it."""
+    """Return the trainable that the plan of this process names, with the probe around it: the same at each call."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.of_environment()
     found = load_trainable(plan.trainable)
-    return _of_class(found, plan) if isinstance(found, type) else _of_function(cast(Callable[..., object], found), plan)
+    probed = (
+        _of_class(found, plan) if isinstance(found, type) else _of_function(cast(Callable[..., object], found), plan)
+    )
+    globals()[name] = probed  # a trainable that pickles itself is found again
+    return probed
 
 
 # -------------------------------------------------------------------------------------------- around the trainable
 
 
 def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
-        _drill: _Probe | None = None
+    probe = _Probe(plan)  # of this process, and no attribute: a trainable may save all of its attributes
 
+    class Probed(kind):  # type: ignore[misc]  # a base that is known when it is loaded
         def load_checkpoint(self, checkpoint_dir: str) -> None:
             super().load_checkpoint(checkpoint_dir)
-            self._drill = _Probe(plan)
-            self._drill.record(get_trial().step, _attributes(self), is_restored=True)
+            probe.record(get_trial().step, vars(self), is_restored=True)
 
         def step(self) -> Mapping[str, object]:
-            self._drill = self._drill or _Probe(plan)
-            self._drill.begins()
+            probe.begins()
             metrics = cast(Mapping[str, object], super().step())
-            self._drill.ends()
-            self._drill.record(get_trial().step + 1, _attributes(self))
+            probe.ends()
+            probe.record(get_trial().step + 1, vars(self))
             return metrics
 
     Probed.__name__, Probed.__qualname__, Probed.__module__ = kind.__name__, "Probed", __name__
@@ -125,13 +128,9 @@ def _of_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
     return cast(type[Trainable], Probed)
 
 
-def _attributes(trainable: object) -> Mapping[str, object]:
-    return {name: each for name, each in vars(trainable).items() if name != "_drill"}
-
-
 def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
     """Return the function with a probe at each report, which may come from the callback of a framework."""
-    code = inspect.unwrap(getattr(train, "func", train)).__code__
+    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # an object that is called has none
     probe = _Probe(plan)
 
     def probed(method: Callable[..., None]) -> Callable[..., None]:
@@ -214,9 +213,9 @@ def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield "global numpy.random", _digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():
-            for device in range(torch.cuda.device_count()):
-                yield f"global torch.cuda {device}", _digest(torch.cuda.get_rng_state(device))
+        if torch.cuda.is_initialized():  # a training on the CPU must not take memory of a GPU
+            for number, state in enumerate(torch.cuda.get_rng_state_all()):
+                yield f"global torch.cuda:{number}", _digest(state)
     yield from islice((found for name, each in objects.items() for found in _states_of(name, each)), _MOST_VALUES)
 
 
@@ -280,18 +279,39 @@ def _shown(value: object) -> str:
     return _digest(value)
 
 
+class _Hash:
+    """A file that hashes what is written, and refuses what is too large."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._left = most_bytes
+
+    def write(self, data: Any) -> None:
+        self._left -= len(data)
+        if self._left < 0:
+            raise OverflowError
+        self._hash.update(data)
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
 def _digest(value: Any) -> str:
-    """Return a digest of the content; of what cannot be pickled its type, which says nothing."""
-    value = as_array(value)
+    """Return a digest of the content; of what is too large, or cannot be pickled, its type, which says nothing."""
     if getattr(value, "nbytes", 0) > _MOST_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
+    value = as_array(value)
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return repr(value.item())
-    if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
-        data = cast(bytes, tobytes())
-    else:
-        try:
-            data = pickle.dumps(value)
-        except Exception:  # noqa: BLE001 - an iterator, an open file: it has no digest
-            return f"<{type(value).__name__}>"
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+    try:
+        if callable(tobytes := getattr(value, "tobytes", None)) and not isinstance(value, memoryview):
+            digest = _Hash(_MOST_BYTES)
+            digest.write(tobytes())
+        else:
+            digest = _Hash(_MOST_PICKLED_BYTES)
+            pickler = pickle.Pickler(digest)
+            pickler.fast = True  # no memo: equal values have equal bytes, whether they are one object or two
+            pickler.dump(value)
+    except Exception:  # noqa: BLE001 - an iterator, an open file, a cycle: it has no digest
+        return f"<{type(value).__name__}>"
+    return str(digest)

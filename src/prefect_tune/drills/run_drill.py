@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
+from prefect.logging import get_logger
 from prefect.settings import get_current_settings
 
 from prefect_tune.blocks import StorageTarget, target_reference
-from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.drills.evidence import DrillRun, compare, kills_in, read_records, read_run
+from prefect_tune.drills.evidence import DrillRun, changing_places, compare, kills_in, read_records, read_run
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
+from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import RunPlan, Victim
-from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.prefect_api.local_server import start_prefect_server
 
+_log = get_logger("prefect_tune")
 _LOOK_SECONDS = 0.2
 _TAIL = 2000
-_VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
+_TIMES, _LEAST_LIMIT_SECONDS = 10, 600.0  # of an undisturbed run: a run that takes longer hangs
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-
-@dataclass(frozen=True, slots=True)
-class DrillPlan:
-    """What a drill trains, and where it kills."""
-
-    trainable: str
-    """`package.module:Name`."""
-    config: Mapping[str, object] = field(default_factory=dict)
-    steps: int = 12
-    save_every: int = 3
-    """In steps, for a class; a function saves when it reports a checkpoint."""
-    kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
-    hours_between_failures: float = 24.0
 
 
 @dataclass
@@ -65,55 +51,6 @@ class Track:
     resumes: list[int] = field(default_factory=list)
     """After which steps it resumed."""
     seconds: float = 0.0
-
-
-def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
-    """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
-
-    Raises:
-        InvalidInput: a step is not between 1 and the last one but one, or there are too few steps.
-    """
-    drawn = random.Random(seed)  # noqa: S311 - no secret
-    if not at and not 0 < count < steps:
-        raise InvalidInput(f"kills: expected a number from 1 to {steps - 1}, one less than steps, found {count}")
-    if wrong := [each for each in at if not 0 < each < steps]:
-        raise InvalidInput(
-            f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
-        )
-    chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
-    victims = [_VICTIMS[index % len(_VICTIMS)] for index in range(len(chosen))]
-    drawn.shuffle(victims)
-    return tuple(zip(chosen, victims, strict=True))
-
-
-def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
-    trainable: str,
-    config: object,
-    steps: int,
-    save_every: int | None,
-    *,
-    kills: int = 3,
-    at: Sequence[int] = (),
-    seed: int = 0,
-    hours_between_failures: float = 24.0,
-) -> DrillPlan:
-    """Return the plan of a drill.
-
-    Raises:
-        InvalidInput: the trainable has no import path, or a number is out of its range.
-    """
-    if ":" not in trainable:
-        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process can import")
-    if steps < 2:
-        raise InvalidInput(f"steps: expected 2 or more, of which a kill is after one, found {steps}")
-    if save_every is not None and not 0 < save_every <= steps:
-        raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
-    if not 0 < hours_between_failures < math.inf:
-        raise InvalidInput(
-            f"hours_between_failures: expected a positive number of hours, found {hours_between_failures}"
-        )
-    chosen, every = kills_of(steps, kills, at, seed), save_every or max(1, steps // 4)
-    return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures)
 
 
 def run_drill(
@@ -142,18 +79,36 @@ def run_drill(
     with ExitStack() as at_end:
         folder = Path(at_end.enter_context(temporary_folder()))
         store = at_end.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = _Drill(plan, target, store, folder, environment, tracks)
+        drill = Drill(plan, target, store, folder, environment, tracks)
         if not keep:
             at_end.callback(drill.remove)
         undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
+        require_resumed(undisturbed, killed)
         differences = compare(store, undisturbed, killed)
         again = drill.train("undisturbed again") if differences else None
         unstable = compare(store, undisturbed, again) if again else []
-        return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable))
+        can_show = len(undisturbed.manifests) > 1
+        changing = changing_places(store, undisturbed) if can_show else [each.place for each in unstable]
+        return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable, changing))
+
+
+def require_resumed(undisturbed: DrillRun, killed: DrillRun) -> None:
+    """Raise `TuneError` if no run has resumed from a checkpoint: then the drill would show nothing."""
+    if not undisturbed.manifests:
+        raise TuneError(
+            "the training saved no checkpoint: report one, or implement save_checkpoint and load_checkpoint"
+        )
+    if not any(each.resumed_from for each in killed.kills):
+        steps = ", ".join(str(each.step) for each in killed.kills) or "none"
+        raise TuneError(
+            f"no resume from a checkpoint to compare: killed after these steps: {steps}; the first checkpoint is of "
+            f"step {min(undisturbed.manifests)}. Kill after it (--at), train more --steps, or save more often "
+            "(--save-every)"
+        )
 
 
 @dataclass
-class _Drill:
+class Drill:
     """The runs of one drill."""
 
     plan: DrillPlan
@@ -163,6 +118,8 @@ class _Drill:
     environment: Mapping[str, str]
     tracks: list[Track] | None
     """None if no one looks: then the runs are not followed."""
+    most_seconds: float | None = None
+    """The time of a run, once an undisturbed one has shown how long it takes."""
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
@@ -176,6 +133,7 @@ class _Drill:
         folder.mkdir()
         plan = RunPlan(self.plan.trainable, str(folder), kills)
         self._trials.append(trial)
+        began = time.monotonic()
         with nullcontext() if self.tracks is None else self._following(self.tracks, run, trial, plan):
             starts = 0
             while (code := self._process(plan, trial, folder / "output.log")) == -signal.SIGKILL:
@@ -183,8 +141,9 @@ class _Drill:
                 if starts > len(kills):
                     break
         if code:
-            said = (folder / "output.log").read_text(errors="replace")[-_TAIL:]
+            said = _tail(folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{said}")
+        self.most_seconds = self.most_seconds or max(_LEAST_LIMIT_SECONDS, _TIMES * (time.monotonic() - began))
         return read_run(self.store, trial, plan)
 
     def _process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
@@ -199,7 +158,7 @@ class _Drill:
             log.open("ab") as output,
             subprocess.Popen(
                 [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # its end is the end of this process
                 stdout=output,
                 stderr=output,
                 env={**self.environment, **_ONE_THREAD, **plan.in_environment()},
@@ -207,7 +166,12 @@ class _Drill:
             ) as process,
         ):
             try:
-                return process.wait()
+                return process.wait(self.most_seconds)
+            except subprocess.TimeoutExpired:
+                raise TuneError(
+                    f"{trial.experiment} did not end within {self.most_seconds:.0f} s, {_TIMES} times as long as the "
+                    f"undisturbed run took; its last output:\n{_tail(log)}"
+                ) from None
             finally:
                 process.kill()
 
@@ -243,9 +207,14 @@ class _Drill:
     def remove(self) -> None:
         """Remove what the runs have written: nothing else has their names."""
         for trial in self._trials:
-            with suppress(TuneError):
-                found = self.store.list(trial.experiment)
-                self.store.delete([each.path for each in found])
+            try:
+                self.store.delete([each.path for each in self.store.list(trial.experiment)])
+            except TuneError as error:
+                _log.warning("experiment %s of the drill is still on the target: %s", trial.experiment, error)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TAIL:]
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -278,8 +247,7 @@ def api_of_drill() -> Iterator[dict[str, str]]:
             server = start_prefect_server(own, output, "few")
         try:
             if not server.answers():
-                said = log.read_text(errors="replace")[-_TAIL:]
-                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{said}")
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{_tail(log)}")
             yield {**own, "PREFECT_API_URL": server.url}
         finally:
             server.end()

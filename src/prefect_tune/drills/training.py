@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,10 +60,17 @@ def _striking(target: type[Any], plan: RunPlan) -> Iterator[None]:
         yield
 
 
+def _end_with_the_drill() -> None:
+    while os.read(0, 1):  # until the drill ends, however it does
+        pass
+    os._exit(1)
+
+
 def main() -> None:
     """Train with the options of the command line, one JSON document."""
     from prefect_tune.blocks import resolve_target
 
+    threading.Thread(target=_end_with_the_drill, daemon=True).start()
     options: dict[str, Any] = json.loads(sys.argv[1])
     plan = replace(RunPlan.of_environment(), search=os.getpid())
     os.environ |= plan.in_environment()
