@@ -48,9 +48,10 @@ def differences_below(folder: Path) -> list[str]:
 def _journals_below(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield the target and the name of each experiment that the name means now."""
     for place, folders, _ in os.walk(folder):
-        generations = [each for each in folders if each.isdecimal() and _is_of_a_flow(Path(place, each, "journal"))]
-        folders[:] = [] if generations else [each for each in folders if not each.startswith(".")]
-        if generations:
+        journals = [Path(place, each, "journal") for each in folders if each.isdecimal()]
+        is_experiment = any(each.is_dir() for each in journals)
+        folders[:] = [] if is_experiment else [each for each in folders if not each.startswith(".")]
+        if any(map(_is_of_a_flow, journals)):
             yield Path(place).parent, Path(place).name
 
 
