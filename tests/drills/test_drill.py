@@ -32,7 +32,7 @@ from tests.trainables.numpy_mlp import NumpyMlp
 MODEL = "prefect_tune.demo.model:Digits"
 
 
-@pytest.mark.deep  # the README's own test runs a drill, with a kill of each kind
+@pytest.mark.deep  # the README's own test runs a drill: it kills a trial, and a search in an upload
 @pytest.mark.timeout(900)
 def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undisturbed_one(
     prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -163,13 +163,8 @@ def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence
 
 def changing_places(store: ObjectStore, run: DrillRun) -> Collection[tuple[str, str]]:
     """Return the places in the checkpoints of a run that change from one to the next, as training does."""
-    pairs = pairwise(sorted(run.manifests))
-    found = [replace(run, manifests={0: run.manifests[step]}) for pair in pairs for step in pair]
-    return {
-        each.place
-        for one, other in zip(found[::2], found[1::2], strict=True)
-        for each in _of_checkpoints(store, one, other)
-    }
+    in_order = (run.manifests[step] for step in sorted(run.manifests))
+    return {(each.file, each.key) for one, other in pairwise(in_order) for each in _of_manifests(store, one, other)}
 
 
 def _order(each: Difference) -> tuple[int, bool]:
@@ -191,23 +186,25 @@ def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
 
 def _of_checkpoints(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Iterator[Difference]:
     for step in sorted(expected.manifests.keys() & found.manifests.keys()):
-        left, right = expected.manifests[step], found.manifests[step]
-        contents = ({_content(each) for each in manifest.files} for manifest in (left, right))
-        unlike = {file for file, _ in set.symmetric_difference(*contents)}
-        if not unlike:
-            continue
-        with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-") as folder:
-            places = Path(folder, "expected"), Path(folder, "found")
-            for manifest, place in zip((left, right), places, strict=True):
-                fetch_committed(store, manifest, place)
-            for file in sorted(unlike):
-                there = [(place / file).is_file() for place in places]
-                if all(there):
-                    unlike_values = compare_files(places[0] / file, places[1] / file, file)
-                    yield from (Difference(step, each) for each in unlike_values)
-                else:
-                    what = "missing" if there[0] else "not in the undisturbed run"
-                    yield Difference(step, FileDifference(file, "", what))
+        for each in _of_manifests(store, expected.manifests[step], found.manifests[step]):
+            yield Difference(step, each)
+
+
+def _of_manifests(store: ObjectStore, expected: Manifest, found: Manifest) -> Iterator[FileDifference]:
+    contents = ({_content(each) for each in manifest.files} for manifest in (expected, found))
+    unlike = {file for file, _ in set.symmetric_difference(*contents)}
+    if not unlike:
+        return
+    with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-") as folder:
+        places = Path(folder, "expected"), Path(folder, "found")
+        for manifest, place in zip((expected, found), places, strict=True):
+            fetch_committed(store, manifest, place)
+        for file in sorted(unlike):
+            there = [(place / file).is_file() for place in places]
+            if all(there):
+                yield from compare_files(places[0] / file, places[1] / file, file)
+            else:
+                yield FileDifference(file, "", "missing" if there[0] else "not in the undisturbed run")
 
 
 def _content(file: FileRef) -> tuple[str, tuple[tuple[int, str], ...]]:

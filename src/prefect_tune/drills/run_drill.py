@@ -87,7 +87,7 @@ def run_drill(
         differences = compare(store, undisturbed, killed)
         again = drill.train("undisturbed again") if differences else None
         unstable = compare(store, undisturbed, again) if again else []
-        can_show = len(undisturbed.manifests) > 1
+        can_show = bool(unstable) and len(undisturbed.manifests) > 1  # it reads every checkpoint once more
         changing = changing_places(store, undisturbed) if can_show else [each.place for each in unstable]
         return report_of(plan, drill.name, Runs(undisturbed, killed, again, differences, unstable, changing))
 

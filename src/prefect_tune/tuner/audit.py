@@ -12,7 +12,7 @@ from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment, after_event, apply, nothing_yet
 from prefect_tune.core.journal.journal import each_entry
-from prefect_tune.core.journal_events import Entry, Event
+from prefect_tune.core.journal_events import Entry, Event, Writer
 from prefect_tune.core.models import Digest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
@@ -137,10 +137,10 @@ class _Audit:
         counts = (dict(self._derived), dict(self._not_derived), dict(self._observed))
         return AuditReport(self._state.name, number, *counts, self._difference)
 
-    def _compared(self, before: Experiment, event: Event, entry: Entry) -> Experiment:
+    def _compared(self, before: Experiment, event: Event, number: int, writer: Writer) -> Experiment:
         for each, finding in self._derivation.findings(before, event):
-            self._count(each, finding, entry.number)
-        now = after_event(before, event, entry.number, entry.writer)
+            self._count(each, finding, number)
+        now = after_event(before, event, number, writer)
         self._derivation.record(before, event, now)
         return now
 

@@ -70,6 +70,7 @@ from prefect_tune.suspension.suspend_loop import STOPPED_HERE
 from prefect_tune.trust import code_choices
 from prefect_tune.tuner.policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
 from prefect_tune.tuner.run_search import policy_of
+from prefect_tune.tuner.stopping import TIME_IS_UP
 from prefect_tune.tuner.warm_start import prior_trials_of
 
 # What an event of the journal is to an audit.
@@ -197,7 +198,6 @@ def _why_unknown(name: str, settings: Mapping[str, Any]) -> str:
 # The events.
 
 _OF_AN_OPENING = Opened | Adopted | Configured | Answered | Forked | Deletion
-_TIME_IS_UP = "the time budget of "
 
 
 class Derivation:
@@ -381,7 +381,7 @@ class Derivation:
             why: str | None = fail_fast_reason(self._gave_up.trial, self._gave_up.message)
         else:
             why = self._policy.why_end()
-        if why is None or event.reason == STOPPED_HERE or event.reason.startswith(_TIME_IS_UP):
+        if why is None or event.reason == STOPPED_HERE or event.reason.startswith(TIME_IS_UP):
             return Unknown(plan.unknown.get("stop", _NOT_HELD))
         return Expected([event.model_copy(update={"reason": why})])
 

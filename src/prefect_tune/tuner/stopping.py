@@ -48,9 +48,12 @@ from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 
 __all__ = [
+    "TIME_IS_UP",
     "StopOutcome",
     "stop",
 ]
+TIME_IS_UP = "the time budget of "
+"""How the reason begins with which a search ends by its clock."""
 
 
 class StopSource:
@@ -95,7 +98,7 @@ class Stopping:
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if budget is not None and elapsed >= budget:
-            self.end(f"the time budget of {budget} is spent")
+            self.end(f"{TIME_IS_UP}{budget} is spent")
         elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:

@@ -246,23 +246,21 @@ def apply(
     experiment: Experiment,
     entry: Entry,
     digest: Digest,
-    fold: Callable[[Experiment, Event, Entry], Experiment] | None = None,
+    fold: Callable[[Experiment, Event, int, Writer], Experiment] | None = None,
 ) -> Experiment:
     """Return the experiment after `entry`, whose bytes have this digest.
 
-    `fold` returns the experiment after one event of the entry; default: `after_event`.
+    `fold` is called with each event in place of `after_event`.
 
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
     _require_writer(experiment, entry)
     _require_successor(experiment, entry)
+    next_of = fold or after_event
     try:
         for event in entry.events:
-            if fold is None:
-                experiment = after_event(experiment, event, entry.number, entry.writer)
-            else:
-                experiment = fold(experiment, event, entry)
+            experiment = next_of(experiment, event, entry.number, entry.writer)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})

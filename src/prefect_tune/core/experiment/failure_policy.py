@@ -35,7 +35,8 @@ OWNER_VANISHED = "its owner vanished without ending it"
 _USER_BUDGET_SPENT = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
 """What `verdict` puts before the error that spent the budget."""
 
-_LOSS = re.compile(r"\d+ attempts were lost without a commit: ")
+_LOST = "attempts were lost without a commit: "
+_LOSS = re.compile(rf"\d+ {_LOST}")
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
@@ -112,7 +113,7 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
 
 def loss_message(count: int, why: str) -> str:
     """Return why a trial is given up of which `count` attempts in a row ended without writing their end."""
-    return f"{count} attempts were lost without a commit: {why}"
+    return f"{count} {_LOST}{why}"
 
 
 def is_loss(message: str) -> bool:
