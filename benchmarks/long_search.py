@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,10 +22,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.measuring.own_process import measured_by
 from benchmarks.measuring.resident import resident_bytes
 from benchmarks.measuring.tables import circumstances, table, write
 
-_REPOSITORY = Path(__file__).parents[1]
 _NAME = "long"
 _STEPS = 9
 _SLOTS = 16
@@ -135,13 +133,8 @@ def _spans(cpu_at: Mapping[str, float]) -> list[float]:
 
 
 def _measured(act: str, target: Path, trial_count: int, scheduler: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.long_search", "--act", act, "--target", str(target)]
-    command += ["--trials", str(trial_count), "--scheduler", scheduler]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, check=False, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    where = ("--act", act, "--target", str(target))
+    return measured_by("long_search", *where, "--trials", str(trial_count), "--scheduler", scheduler)
 
 
 def _both(trial_count: int, scheduler: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

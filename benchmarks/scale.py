@@ -9,10 +9,7 @@ then it lies on a disk and on an object store on loopback, and a process of its 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +19,12 @@ from pathlib import Path
 
 from benchmarks.measuring.long_history import History, write_history
 from benchmarks.measuring.opening import Measured
+from benchmarks.measuring.own_process import measured_by
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.stores.local.staging import transfer_pool
 from tests.fakes.servers.s3_sink import S3SinkProcess
 from tests.fakes.stores.object_stores import object_store
 
-_REPOSITORY = Path(__file__).parents[1]
 _KIB, _MIB = 1 << 10, 1 << 20
 _LATENCY = timedelta(milliseconds=10)
 _MOST_SECONDS, _MOST_OBJECTS = 5.0, 20
@@ -74,9 +71,7 @@ def _upload(history: History, endpoint: str) -> None:
 
 
 def _opened(act: str, *where: str) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.measuring.opening", act, *where]
-    done = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-    return Measured(**json.loads(done.stdout))
+    return Measured(**measured_by("measuring.opening", act, *where))
 
 
 def measure(trial_count: int) -> Scale:

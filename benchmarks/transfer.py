@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +21,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.measuring.clients import CLIENTS, Measured
+from benchmarks.measuring.own_process import measured_by
 from benchmarks.measuring.tables import circumstances, table, write
 from tests.fakes.servers.s3_sink import S3SinkProcess
 
 __all__ = ["CASES", "Case", "fill", "require_equal", "run_client"]
 
-_REPOSITORY = Path(__file__).parents[1]
 _ACTS = ("save", "restore")
 
 
@@ -86,10 +83,8 @@ def fill(directory: Path, file_count: int, file_bytes: int) -> None:
 
 def run_client(client: str, act: str, endpoint: str, directory: Path, *options: str) -> Measured:
     """Run one transfer in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.measuring.clients", client, act]
-    command += ["--endpoint", endpoint, "--directory", str(directory), *options]
-    done = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-    return Measured(**json.loads(done.stdout))
+    where = ("--endpoint", endpoint, "--directory", str(directory))
+    return Measured(**measured_by("measuring.clients", client, act, *where, *options))
 
 
 def _rounds(sink: S3SinkProcess, room: Path, rounds: int) -> Runs:
