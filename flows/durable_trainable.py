@@ -84,6 +84,7 @@ def durable_trainable(
     failures: FailurePolicy | None = None,
     sync: SyncField = None,
     isolation: Literal["process", "thread"] = "process",
+    processes_per_trial: int = 1,
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
 ) -> TrialResult:
@@ -109,6 +110,8 @@ def durable_trainable(
         failures: the two retry budgets. Default: none for the trainable's own failures, 10 for the machine's.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         isolation: `process` trains in a child process; `thread` in this one, for debuggers.
+        processes_per_trial: how many processes train together, each with the whole trainable and a rank, as
+            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number.
         grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
         silence_timeout_seconds: seconds without a report after which the trial is considered hung and is restarted.
             Default: never.

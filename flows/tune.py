@@ -69,6 +69,7 @@ def tune(
     sync: SyncField = None,
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
+    processes_per_trial: int = 1,
     reuse: Literal["auto", "never"] = "auto",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -135,6 +136,8 @@ def tune(
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
+        processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
+            `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
         grace_period_seconds: how long trials may take to save once the search stops, for any reason: raise it where a

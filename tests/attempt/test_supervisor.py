@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from prefect_tune.attempt import supervisor as attempt_supervisor
+from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
+from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.processes.rank_group import RankGroup
 from prefect_tune.attempt.search_link import InProcessLink
-from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
@@ -88,7 +92,7 @@ class FakeCommitWorker:
     def flush(self) -> None:
         self.flushes += 1
 
-    def save(self, done: StepDone, committed: Callable[[int], None]) -> None:
+    def save(self, done: StepDone, committed: Callable[[int], None], _parts: object) -> None:
         self.uploads.append(lambda: committed(done.report.step))
 
 
@@ -108,6 +112,11 @@ def spec(tmp_path: Path) -> TrialSpec:
 def step(number: int, *, saves: bool = False) -> StepDone:
     report = StepReport(step=number, metrics={})
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, moved=saves)
+
+
+def supervise(channel: FakeChannel, commit_worker: FakeCommitWorker, spec: TrialSpec, link: InProcessLink) -> Outcome:
+    group = RankGroup(cast("Sequence[TrialChannel]", [channel]))
+    return attempt_supervisor.supervise(group, cast("CommitWorker", commit_worker), spec, link, logging.getLogger())
 
 
 def line() -> InProcessLink:

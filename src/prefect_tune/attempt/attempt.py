@@ -11,6 +11,7 @@ before it; a trial that starts from nothing while it has checkpoints that cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +19,9 @@ from pathlib import Path
 from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, Yielded, events_of
-from prefect_tune.attempt.processes.process_channel import trial_in_place
-from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
+from prefect_tune.attempt.processes.process_output import Log, TrialLog
+from prefect_tune.attempt.processes.rank_group import rank_group
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
@@ -110,22 +112,29 @@ class Attempt:
             start = self._begin(journal_writer, scratch, restored)
             if start.attempt > 1:
                 artifacts.bring_back(start.attempt)
-            alone = spec.isolation == "thread"
             with (
                 CommitWorker(spec, journal_writer, artifacts, self.tasks, log) as commit_worker,
-                trial_in_place(start, log) if alone else link.process(start, log, self.request.environment) as channel,
+                rank_group(start, spec.processes_per_trial, self._process) as group,
             ):
-                outcome = supervise(channel, commit_worker, spec, link)
+                outcome = supervise(group, commit_worker, spec, link, log)
                 ending = events_of(self._name, outcome)
                 if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                     commit_worker.end(ending)
-                    channel.end()
+                    group.end_all()
                 else:
-                    channel.end()
+                    group.end_all()
                     commit_worker.end(ending)
                 # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
                 commit_worker.close()
         return self._as_journaled(AttemptResult(outcome, commit_worker.experiment))
+
+    def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:
+        """Open the process of one rank; the lines of other ranks than the first name it."""
+        if self.spec.isolation == "thread":
+            return trial_in_place(start, self.log)
+        rank = start.rank.rank
+        log = TrialLog(self.log, f"rank {rank}") if rank else self.log
+        return self.link.process(start, log, self.request.environment)
 
     def _as_journaled(self, result: AttemptResult) -> AttemptResult:
         """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""

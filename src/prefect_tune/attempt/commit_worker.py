@@ -12,9 +12,11 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks, SavedCheckpoint
+from prefect_tune.attempt.group_saves import merge
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -194,6 +196,7 @@ def delete_retired(delete: Callable[[], object], log: Log) -> None:
         log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 
 
+NO_PARTS: Mapping[int, Path] = MappingProxyType({})
 _LOG_PERIOD = timedelta(seconds=10)
 # Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
@@ -248,9 +251,12 @@ class CommitWorker:
         """Queue a report; it is journaled with the next commit, or after `sync_period`."""
         self._waiting.append(report)
 
-    def save(self, done: StepDone, committed: Callable[[int], None]) -> None:
-        """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step."""
-        self._work.put(lambda: self._save(done, Path(done.checkpoint or ""), committed))
+    def save(self, done: StepDone, committed: Callable[[int], None], parts: Mapping[int, Path] = NO_PARTS) -> None:
+        """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.
+
+        `parts` are the directories of other ranks, which become a part of the checkpoint.
+        """
+        self._work.put(lambda: self._save(done, parts, committed))
 
     def flush(self) -> None:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""
@@ -325,7 +331,9 @@ class CommitWorker:
                 self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
-    def _save(self, done: StepDone, directory: Path, committed: Callable[[int], None]) -> None:
+    def _save(self, done: StepDone, parts: Mapping[int, Path], committed: Callable[[int], None]) -> None:
+        directory = Path(done.checkpoint or "")
+        merge(directory, parts)
         saved, doomed = self._committed(done, directory)
         committed(done.report.step)
         self._log_commit(saved, done.report.metrics)

@@ -1,4 +1,9 @@
-"""Supervise one attempt: receive the trial's messages, queue its checkpoints for commit, return the outcome."""
+"""Supervise one attempt: receive the messages of its ranks, queue its checkpoints for commit, return the outcome.
+
+A single process is rank 0. Of several, rank 0 reports and decides; the others add to its checkpoints. The attempt ends
+with the end of rank 0, or with the first failure of a rank: the others may wait for that one in a collective operation
+for hours, so they are ended, after the moment in which a failure that caused another becomes known.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +13,64 @@ from pathlib import Path
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
+from prefect_tune.attempt.group_saves import GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
-from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.attempt.processes.rank_group import RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
+    Directive,
     EndOfAttempt,
     FromTrial,
     Leave,
     MilestoneReached,
+    Part,
+    SaveFailed,
     StepDone,
     StopAndSave,
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.storage_retries import is_abandoned
+from prefect_tune.stores.deadline import Deadline
 
 _TICK = timedelta(seconds=0.1)
 _KILLS_PERIOD = timedelta(seconds=1)
 # The trainable or its libraries cause these signals; SIGKILL comes from outside the process.
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_CAUSE_WITHIN = timedelta(seconds=1)
+"""How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
+_OTHERS_END_WITHIN = timedelta(seconds=20)
+"""How long the other ranks have to end after rank 0."""
 
 
-def supervise(channel: TrialChannel, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink) -> Outcome:
+def supervise(group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, log: Log) -> Outcome:
     """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
 
     After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
     """
-    return _Supervisor(channel, commit_worker, spec, link).run()
+    return _Supervisor(group, commit_worker, spec, link, log).run()
 
 
 class _Supervisor:
-    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink) -> None:
-        self._channel = channel
+    def __init__(
+        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, log: Log
+    ) -> None:
+        self._group = group
+        self._saves = GroupSaves(group.world_size)
         self._commit_worker = commit_worker
         self._spec = spec
         self._link = link
+        self._log = log
+        self._failures: list[tuple[bool, Failed]] = []
+        """Each with whether its process died: such a death may have made other ranks raise."""
+        self._end: Outcome | None = None
+        self._ends_until: Deadline | None = None
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
@@ -61,12 +84,12 @@ class _Supervisor:
     def run(self) -> Outcome:
         while True:
             try:
-                message = self._channel.receive(_TICK)
-            except EOFError:
-                return self._died()
-            except MalformedMessage as error:
-                return self._failed(Cause.USER, str(error))
-            outcome = self._took_in(message) if message else self._waited_enough()
+                received = self._group.receive(_TICK)
+                outcome = self._took_in(*received) if received else self._waited_enough()
+            except RankEnded as ended:
+                outcome = self._gone(ended)
+            except InvalidInput as error:
+                outcome = self._failed(Cause.USER, str(error))
             self._look_for_kills()
             if outcome is not None:
                 return outcome
@@ -80,10 +103,16 @@ class _Supervisor:
         if now - self._kills_seen[0] >= _KILLS_PERIOD.total_seconds():
             self._kills_seen = (now, _out_of_memory_kills())
 
-    def _took_in(self, message: FromTrial) -> Outcome | None:
+    def _took_in(self, rank: int, message: FromTrial) -> Outcome | None:
         if self._last_message_at is not None:
             self._last_message_at = time.monotonic()
+        if rank:
+            return self._took_in_of_other(rank, message)
         match message:
+            case Directive():
+                self._group.tell_others(message)
+                if not message.saves:
+                    self._saves.close(message.step)
             case TrainableLoaded(code=code):
                 self._last_message_at = time.monotonic()
                 self._commit_worker.code = code
@@ -96,12 +125,52 @@ class _Supervisor:
                 self._steps += 1
                 self._take_down(message)
             case TrialEnded():
-                return self._ended(message)
-            case Broke(cause=cause, message=why, traceback=trace):
-                return self._failed(cause, f"{why}\n{trace}".rstrip())
+                return self._end_with(self._ended(message))
+            case Broke():
+                return self._broke(0, message)
+            case Part():
+                raise InvalidInput("rank 0 sent a part of a checkpoint, as only other ranks do")
             case _:
                 assert_never(message)
         return self._waited_enough()
+
+    def _took_in_of_other(self, rank: int, message: FromTrial) -> Outcome | None:
+        match message:
+            case Part():
+                self._commit(self._saves.add(rank, message))
+            case TrialEnded():
+                self._group.leave(rank)
+            case Broke():
+                return self._broke(rank, message)
+            case _:
+                pass  # its import is done
+        return self._waited_enough()
+
+    def _end_with(self, outcome: Outcome) -> Outcome | None:
+        """Return the outcome once the other ranks have ended too, or their time for that has passed."""
+        self._group.leave(0)
+        self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
+        return self._waited_enough()
+
+    def _broke(self, rank: int, broke: Broke) -> Outcome | None:
+        self._group.leave(rank)
+        failed = self._failed(broke.cause, f"{self._named(rank)}{broke.message}\n{broke.traceback}".rstrip())
+        return self._fail(failed, died=False)
+
+    def _gone(self, ended: RankEnded) -> Outcome | None:
+        if not ended.is_gone:
+            return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
+        return self._fail(self._died(ended.rank), died=True)
+
+    def _fail(self, failed: Failed, *, died: bool) -> Outcome | None:
+        """Return the failure, once those that may have caused it are known."""
+        if self._end is None:
+            self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN)
+            self._failures.append((died, failed))
+        return self._waited_enough()
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank}: " if self._group.world_size > 1 else ""
 
     def _ended(self, ended: TrialEnded) -> Outcome:
         if ended.question is not None:
@@ -128,7 +197,26 @@ class _Supervisor:
 
     def _save(self, done: StepDone) -> None:
         self._handed_over += 1
-        self._commit_worker.save(done, self._saved)
+        self._commit(self._saves.hand_over(done))
+
+    def _commit(self, save: GroupSave | None) -> None:
+        if save is not None:
+            self._commit_worker.save(save.done, self._saved, save.parts)
+
+    def _failed_save(self) -> Outcome | None:
+        """Fail a checkpoint that cannot be completed, on all ranks; return the outcome if the trial needed it to end."""
+        failed = self._saves.failed(frozenset(range(1, self._group.world_size)) - self._group.open_ranks)
+        if failed is None:
+            return None
+        self._committed += 1  # it is no longer waited for
+        why = f"step {failed.step} is not committed: {failed.why} rank's part"
+        if failed.done is not None and failed.done.over:
+            return self._failed(Cause.MACHINE, why)
+        self._log.warning(
+            "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
+        )
+        self._group.tell(SaveFailed(step=failed.step))
+        return None
 
     def _answer(self, answer: Answer) -> None:
         if self._asks and self._last_message_at is not None:  # it waited for this; an unasked message is no progress
@@ -136,10 +224,10 @@ class _Supervisor:
         self._asks = False
         if isinstance(answer, Leave):
             self._left = answer.end
-        self._channel.tell(answer)
+        self._group.tell(answer)
 
     def _saved(self, step: int) -> None:
-        self._channel.tell(CheckpointSaved(step=step))
+        self._group.tell(CheckpointSaved(step=step))
         self._last_message_at = time.monotonic()
         self._committed += 1
 
@@ -147,6 +235,12 @@ class _Supervisor:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         if self._commit_worker.error is not None:
             return self._not_written(self._commit_worker.error)
+        if self._ends_until is not None:
+            if self._group.open_ranks and self._ends_until.remaining_seconds > 0:
+                return None
+            return self._end or next((each for died, each in self._failures if died), self._failures[0][1])
+        if (failed := self._failed_save()) is not None:
+            return failed
         if self._link.stop.is_set():
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
@@ -166,7 +260,7 @@ class _Supervisor:
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-            self._channel.tell(StopAndSave())
+            self._group.tell(StopAndSave())
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._spec.grace:
             return self._failed(Cause.PREEMPTED, "interrupted twice, and killed") if is_abandoned() else None
@@ -174,13 +268,15 @@ class _Supervisor:
         late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
         return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._spec.grace.total_seconds():g} s")
 
-    def _died(self) -> Outcome:
-        became = self._channel.end()
+    def _died(self, rank: int) -> Failed:
+        became = self._group.end(rank)
         how = became.partition("\n")[0]  # its last output follows, which may contain any text
         if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
-            return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for using too much memory: {became}")
+            why = f"the kernel killed it for using too much memory: {became}"
+            return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
         own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
-        return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
+        which = "the trial's process" if self._group.world_size == 1 else f"rank {rank}'s process"
+        return self._failed(Cause.USER if own else Cause.MACHINE, f"{which} {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:
         loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading

@@ -47,6 +47,8 @@ class TrialSpec:
     """The trainable's name: another trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
+    processes_per_trial: int = 1
+    """How many processes train it together, each a rank."""
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None

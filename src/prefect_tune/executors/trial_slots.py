@@ -124,7 +124,7 @@ def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     slots = slots_on(_machine(plan.resources_total), needed, bound)
     if plan.isolation == "thread":
         return Slots(len(slots))
-    return Slots(len(slots), [{**_threads(needed.cpu), **_devices(gpus)} for gpus in slots])
+    return Slots(len(slots), [{**_threads(needed.cpu / plan.processes_per_trial), **_devices(gpus)} for gpus in slots])
 
 
 def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
@@ -132,11 +132,13 @@ def _equal_slots(cpu_count: int, bound: int | None, plan: SearchPlan) -> Slots:
 
     The trials that train at a time share the CPUs: those of all slots, or of the whole search if they are fewer.
     """
-    count = bound or cpu_count
+    count = bound or max(1, cpu_count // plan.processes_per_trial)
     trial_count = None if plan.samples_per_run else plan.trial_count  # with it the total is known only to the journal
     share = max(1, cpu_count // min(count, trial_count or count))
-    has_all = share >= (os.cpu_count() or 1)
-    return Slots(count, [] if has_all or plan.isolation == "thread" else [_threads(share)] * count)
+    has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
+    return Slots(
+        count, [] if has_all or plan.isolation == "thread" else [_threads(share / plan.processes_per_trial)] * count
+    )
 
 
 def _machine(total: Mapping[str, float] | None) -> Machine:

@@ -98,6 +98,8 @@ _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, 
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
+MOST_PROCESSES = 1024
+"""The most ranks of one trial on one machine."""
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
@@ -313,6 +315,12 @@ class SearchPlan(ValidatedParameters):
         Option(_DATA),
         Flag("WHAT", "process (default): one for each trial; thread: for debuggers.", _WHERE),
     ] = "process"
+    processes_per_trial: Annotated[
+        int,
+        Field(ge=1, le=MOST_PROCESSES),
+        Option(_DATA, at_resume=True),
+        Flag("N", "Processes that train a trial together, each a rank. Default: 1.", _WHERE, at_least=1),
+    ] = 1
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")
@@ -325,6 +333,11 @@ class SearchPlan(ValidatedParameters):
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        if self.processes_per_trial > 1 and self.isolation == "thread":
+            raise InvalidInput(
+                f"processes_per_trial={self.processes_per_trial}: expected isolation='process', since each rank is a "
+                "process; with isolation='thread' pass processes_per_trial=1"
+            )
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources

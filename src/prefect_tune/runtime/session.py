@@ -25,6 +25,7 @@ from prefect_tune.core.messages.process_messages import (
     Leave,
     MilestoneReached,
     Proceed,
+    SaveFailed,
     Start,
     StepDone,
     StopAndSave,
@@ -202,6 +203,9 @@ class TrialSession:
             attempt=start.attempt,
             directory=Path(start.directory),
             config=start.config,
+            rank=start.rank.rank,
+            world_size=start.rank.world_size,
+            local_rank=start.rank.local_rank,
             _session=self,
         )
 
@@ -226,7 +230,7 @@ class TrialSession:
                 self.tell(report)
             elif directory.parent == Path(os.path.realpath(self._start.staging)):
                 self.hand_over(report, directory, "moved")
-            elif self._start.overlap:
+            elif self._start.overlap or self._start.rank.world_size > 1:
                 self._wait_for_upload()
                 self.hand_over(report, snapshot(directory, self.new_directory()), "moved")
             else:
@@ -294,10 +298,11 @@ class TrialSession:
 
         Raises:
             TrialOver: the trial has ended: a framework may report once more while it ends its loop.
-            InvalidInput: this is not the trial's own process, or not its first rank.
+            InvalidInput: this is not the trial's own process, or is another rank than the trial's process has.
         """
         self._require_own_process(call)
-        require_first_rank(call)
+        if self._start.rank.world_size == 1:
+            require_first_rank(call)
         with self._reports:
             if self._over is not None:
                 raise self._leaving(self._over)
@@ -410,7 +415,8 @@ class TrialSession:
 
     def new_directory(self) -> Path:
         """Return a new empty directory for a checkpoint."""
-        directory = Path(self._start.staging) / f"{self.step:010d}-{time.monotonic_ns()}"
+        name = f"{self.step:010d}-{self._start.rank.rank}-{time.monotonic_ns()}"
+        directory = Path(self._start.staging) / name
         directory.mkdir(parents=True)
         return directory
 
@@ -474,7 +480,7 @@ class TrialSession:
 
     def _take_in(self) -> None:
         match self._connection.receive():
-            case CheckpointSaved(step=step) if step == self._uploading:
+            case CheckpointSaved(step=step) | SaveFailed(step=step) if step == self._uploading:
                 self._uploading = None
             case StopAndSave():
                 self.asked_to_stop = True

@@ -157,6 +157,12 @@ class TrialInfo:
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
     config: Mapping[str, Any]
     """Its configuration."""
+    rank: int
+    """The number of this process among those of the trial; 0 where one process trains it."""
+    world_size: int
+    """The number of processes that train the trial together."""
+    local_rank: int
+    """The number of this process among those on this machine."""
     _session: TrialSession = field(repr=False)
 
     @property
@@ -194,6 +200,13 @@ class TrialOver(BaseException):
             reason=reason, interrupted=interrupted, paused=paused, ended_early=ended_early, question=question
         )
         """The message that ends the attempt."""
+
+    @classmethod
+    def as_ended(cls, ended: TrialEnded) -> TrialOver:
+        """Return the exception that ends an attempt as `ended` says."""
+        over = cls(ended.reason)
+        over.ended = ended
+        return over
 
 
 # A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.

@@ -98,6 +98,11 @@ class TrialChannel:
         self.has_begun = False
         """Whether the process has begun the attempt: what it does then is the trainable's, its import included."""
 
+    @property
+    def connection(self) -> Connection:
+        """What to wait for until a message arrives."""
+        return self._connection
+
     def go_over_to(self, connection: Connection, body: _Body) -> None:
         """Switch to another process."""
         with self._sending:

@@ -133,7 +133,7 @@ class TrialProcessPool:
         with self._using():
             child = self._waiting_child(kind)
             borrowed = _Borrowed(child or self.new_child(kind, log, stop), log)
-            request = _Request(start.model_copy(update={"waits": self._slots > 0}), log, kind, stop)
+            request = _Request(start.model_copy(update={"waits": start.waits and self._slots > 0}), log, kind, stop)
             channel = _PooledChannel(self, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()

@@ -18,13 +18,17 @@ __all__ = [
     "READY",
     "Broke",
     "CheckpointSaved",
+    "Directive",
     "EndOfAttempt",
     "FromTrial",
     "ImportRequest",
     "Leave",
     "MilestoneReached",
+    "Part",
     "Preload",
     "Proceed",
+    "Rank",
+    "SaveFailed",
     "Start",
     "StartReceived",
     "StepDone",
@@ -78,6 +82,16 @@ class ImportRequest(Value):
     """The pid of the process that sends fork requests: the template ends with it."""
 
 
+class Rank(Value):
+    """The place of a process among those of its attempt; a single process is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    variables: Mapping[str, str] = Field(default_factory=dict)
+    """Environment variables that tell libraries the same, such as RANK and MASTER_ADDR."""
+
+
 class Start(Value):
     """Start training: all inputs of an attempt."""
 
@@ -112,12 +126,20 @@ class Start(Value):
     """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
+    rank: Rank = Field(default_factory=Rank)
 
 
 class CheckpointSaved(Value):
     """The checkpoint of this step is committed."""
 
     type: Literal["saved"] = "saved"
+    step: int
+
+
+class SaveFailed(Value):
+    """The checkpoint of this step is not committed, since a rank did not do its part; training continues."""
+
+    type: Literal["save-failed"] = "save-failed"
     step: int
 
 
@@ -182,6 +204,15 @@ class StepDone(Value):
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
 
 
+class Part(Value):
+    """What a rank other than the first adds to the checkpoint of a step; it reports each step with one."""
+
+    type: Literal["part"] = "part"
+    step: int
+    directory: PathName | None
+    """Its files; None if it adds none."""
+
+
 class MilestoneReached(Value):
     """Asks before the first step whether to continue, because the restored checkpoint's step is a milestone."""
 
@@ -206,6 +237,19 @@ class TrialEnded(Value):
     """Whether the process waits to run another trial with the same trainable."""
 
 
+class Directive(Value):
+    """What all ranks do at a step, as rank 0 decides it: it is sent to the others through the supervisor."""
+
+    type: Literal["directive"] = "directive"
+    step: int
+    saves: bool = False
+    """Whether they save their state now, and wait for another directive. A function decides this by itself."""
+    stop: bool = False
+    """Whether the trial is asked to stop, which a function reads as `should_checkpoint`."""
+    over: TrialEnded | None = None
+    """How the trial ends with this step; None if it continues."""
+
+
 class Broke(Value):
     """The trainable raised."""
 
@@ -215,8 +259,10 @@ class Broke(Value):
     traceback: Message
 
 
-_ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | Proceed | Leave
-_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | TrialEnded | Broke
+_ToTrial: TypeAlias = (
+    Surroundings | Preload | Start | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave | Directive
+)
+_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | Part | Directive | TrialEnded | Broke
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)

@@ -29,6 +29,7 @@ from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
+from prefect_tune.runtime.group_session import session_of
 from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
 from prefect_tune.runtime.message_stream import MalformedMessage, SupervisorConnection
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
@@ -252,13 +253,14 @@ class _Attempts:
 
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
+    os.environ.update(start.rank.variables)
     try:
         with forks_end():
             trainable = kept or _loaded(start)
         stopper = cast("Stopper", load_named(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
-    return TrialSession(connection, start, stopper), trainable
+    return session_of(connection, start, stopper), trainable
 
 
 def _loaded(start: Start) -> object:

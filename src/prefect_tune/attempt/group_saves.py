@@ -1,0 +1,165 @@
+"""The checkpoint of several ranks: their parts are collected, merged into one directory, and committed as one.
+
+    rank 0: StepDone(s, its directory) ─┐
+    rank 1: Part(s, its directory)      ├──► all there ──► merged (renames) ──► one commit, as of a single process
+    rank 2: Part(s, nothing to add)    ─┘    deadline, or a rank has ended ──► this save fails on all ranks
+
+Until the merge nothing is on the target, so a save that fails leaves nothing there.
+Never: a commit without the part of a rank; two files with one name and other bytes.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.process_messages import Part, StepDone
+from prefect_tune.core.models import plural
+from prefect_tune.stores.deadline import Deadline
+
+PARTS_WITHIN = timedelta(minutes=5)
+"""How long the parts of one checkpoint may take, from the first to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSave:
+    """A checkpoint with all its parts."""
+
+    done: StepDone
+    """The report of rank 0, with its directory."""
+    parts: Mapping[int, Path]
+    """The directories of other ranks, by rank."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    deadline: Deadline
+    done: StepDone | None = None
+    parts: dict[int, Path | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A checkpoint that is not committed, since ranks did not do their part."""
+
+    step: int
+    why: str
+    done: StepDone | None
+    """The report of rank 0; None if it is that which is missing."""
+
+
+class GroupSaves:
+    """Collects the parts of the checkpoints of `world_size` ranks. Rank 0 hands over one checkpoint after the other."""
+
+    def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
+        self._others = range(1, world_size)
+        self._within = within
+        self._pending: dict[int, _Pending] = {}
+        self._over = -1  # the last step of which rank 0 has said that it is over
+
+    def hand_over(self, done: StepDone) -> GroupSave | None:
+        """Take the directory of rank 0; return the checkpoint if that was its last part."""
+        self._at(done.report.step).done = done
+        return self._whole(done.report.step)
+
+    def add(self, rank: int, part: Part) -> GroupSave | None:
+        """Take the part of another rank; return the checkpoint if that was its last part.
+
+        Raises:
+            InvalidInput: the rank saves at a step at which rank 0 did not.
+        """
+        directory = None if part.directory is None else Path(part.directory)
+        if part.step <= self._over and part.step not in self._pending:
+            if directory is not None:
+                raise _not_of_all(rank, part.step)
+            return None
+        self._at(part.step).parts[rank] = directory
+        return self._whole(part.step)
+
+    def close(self, step: int) -> None:
+        """Rank 0 hands over no more checkpoint of `step`: what the others added without one is dropped.
+
+        Raises:
+            InvalidInput: a rank saved at a step at which rank 0 did not.
+        """
+        self._over = max(self._over, step)
+        for at in [at for at, each in self._pending.items() if at <= step and each.done is None]:
+            for rank, directory in self._pending.pop(at).parts.items():
+                if directory is not None:
+                    raise _not_of_all(rank, at)
+
+    def failed(self, ended: Collection[int]) -> FailedSave | None:
+        """Return a save that cannot be completed: its deadline has passed, or a rank without its part has `ended`."""
+        for step, each in self._pending.items():
+            missing = [rank for rank in self._others if rank not in each.parts]
+            gone = [rank for rank in missing if rank in ended]
+            is_late = each.deadline.remaining_seconds <= 0
+            if each.done is not None and (gone or is_late):
+                ranks = plural(len(gone or missing), "rank", "ranks")
+                why = "ended before" if gone else f"did not report it within {self._within.total_seconds():g} s of"
+                named = ", ".join(map(str, gone or missing))
+                del self._pending[step]
+                for directory in each.parts.values():
+                    _remove(directory)
+                _remove(Path(each.done.checkpoint or ""))
+                return FailedSave(step, f"{ranks.split()[-1]} {named} {why} the first", each.done)
+        return None
+
+    def _at(self, step: int) -> _Pending:
+        return self._pending.setdefault(step, _Pending(Deadline.after(self._within)))
+
+    def _whole(self, step: int) -> GroupSave | None:
+        found = self._pending[step]
+        if found.done is None or len(found.parts) < len(self._others):
+            return None
+        del self._pending[step]
+        return GroupSave(found.done, {rank: each for rank, each in sorted(found.parts.items()) if each is not None})
+
+
+def _remove(directory: Path | None) -> None:
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _not_of_all(rank: int, step: int) -> InvalidInput:
+    return InvalidInput(
+        f"rank {rank} reported a checkpoint at step {step}, and rank 0 did not: report one on rank 0 too, in each step "
+        "in which a rank does"
+    )
+
+
+def merge(directory: Path, parts: Mapping[int, Path]) -> None:
+    """Move the files of all `parts` into the directory of rank 0.
+
+    Raises:
+        InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder.
+    """
+    owners: dict[str, int] = {}
+    for rank, part in parts.items():
+        for parent, folders, files in os.walk(part):
+            for name in (*folders, *files):
+                source = Path(parent, name)
+                path = str(source.relative_to(part))
+                _move(source, directory / path, path, (owners.get(path, 0), rank))
+                owners.setdefault(path, rank)
+        _remove(part)
+
+
+def _move(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
+    """Move a file, unless it is there already; make a folder, whose files follow."""
+    if source.is_dir() and (target.is_dir() or not target.exists()):
+        target.mkdir(exist_ok=True)
+    elif not target.exists():
+        source.rename(target)
+    elif source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
+        first, second = ranks
+        raise InvalidInput(
+            f"{path}: ranks {first} and {second} saved different files of this name: save it on one rank, or put "
+            "pt.get_trial().rank into the name"
+        )

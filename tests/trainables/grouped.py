@@ -1,0 +1,62 @@
+"""Trainables that several ranks train together, without a framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import prefect_tune as pt
+
+
+class Sharded(pt.Trainable):
+    """Each rank has a number of its own, which depends on all steps before; `config` says which rank misbehaves."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.config, self.trial = config, pt.get_trial()
+        self.rank, self.number, self.at = self.trial.rank, float(self.trial.rank + 1), 0
+
+    def step(self) -> Mapping[str, object]:
+        self.at += 1
+        self.number = (self.number * 1.5 + self.at) % 97
+        self._misbehave()
+        return {"loss": 1 / self.at, "number": self.number, "world_size": int(os.environ["WORLD_SIZE"])}
+
+    def _misbehave(self) -> None:
+        config = self.config
+        if config.get("rank") == self.rank and config.get("at") == self.at and self.trial.attempt == 1:
+            match config["does"]:
+                case "raise":
+                    raise ValueError("this rank raises")
+                case "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "hang":
+                    time.sleep(3600)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        name = "same.json" if self.config.get("does") == "collide" else f"rank-{self.rank}.json"
+        Path(checkpoint_dir, name).write_text(json.dumps([self.at, self.number]))
+        Path(checkpoint_dir, "shared.txt").write_text("the same on each rank")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.at, self.number = json.loads(Path(checkpoint_dir, f"rank-{self.rank}.json").read_text())
+
+
+def sharded(config: dict[str, Any]) -> None:
+    """The same as a function."""
+    model = Sharded()
+    model.setup(config)
+    if (checkpoint := pt.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as directory:
+            model.load_checkpoint(directory)
+    while True:
+        metrics = model.step()
+        directory = pt.get_trial().new_checkpoint_dir()
+        saves = model.at % 2 == 0 or pt.get_trial().should_checkpoint
+        if saves and not (config.get("does") == "withhold" and model.rank == config["rank"]):
+            model.save_checkpoint(str(directory))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
