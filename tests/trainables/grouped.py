@@ -34,8 +34,10 @@ class Sharded(pt.Trainable):
                     raise ValueError("this rank raises")
                 case "die":
                     os.kill(os.getpid(), signal.SIGKILL)
-                case "hang":
-                    time.sleep(3600)
+                case _:
+                    pass
+        elif config.get("others") == "hang" and config["at"] == self.at:
+            time.sleep(3600)  # as in a collective operation
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         name = "same.json" if self.config.get("does") == "collide" else f"rank-{self.rank}.json"
@@ -60,3 +62,37 @@ def sharded(config: dict[str, Any]) -> None:
         if saves and not (config.get("does") == "withhold" and model.rank == config["rank"]):
             model.save_checkpoint(str(directory))
         pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
+
+
+def napping(config: dict[str, Any]) -> None:
+    """As `sharded`, but one rank reports a step only once rank 0 has reported a later one."""
+    model = Sharded()
+    model.setup({})
+    awake = Path(config["until"])
+    while True:
+        metrics = model.step()
+        if model.rank == config["rank"] and model.at == config["step"]:
+            while not awake.exists():
+                time.sleep(0.01)
+        directory = pt.get_trial().new_checkpoint_dir()
+        model.save_checkpoint(str(directory))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory))
+        if model.rank != config["rank"] and model.at == config["step"]:
+            awake.touch()
+
+
+def patient(_config: dict[str, Any]) -> None:
+    """Train slowly, and save only when asked to: the ranks have to agree on the step."""
+    trial = pt.get_trial()
+    at = 0
+    if (checkpoint := pt.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as directory:
+            at = int(Path(directory, f"rank-{trial.rank}").read_text())
+            assert {each.name for each in Path(directory).iterdir()} == {"rank-0", "rank-1"}
+    while True:
+        time.sleep(0.02 * (1 + trial.rank))
+        at += 1
+        saves = trial.should_checkpoint
+        directory = trial.new_checkpoint_dir()
+        Path(directory, f"rank-{trial.rank}").write_text(str(at))
+        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import Part, StepDone
-from prefect_tune.core.models import plural
 from prefect_tune.stores.deadline import Deadline
 
 PARTS_WITHIN = timedelta(minutes=5)
@@ -61,6 +60,7 @@ class GroupSaves:
         self._others = range(1, world_size)
         self._within = within
         self._pending: dict[int, _Pending] = {}
+        self._failed: set[int] = set()
         self._over = -1  # the last step of which rank 0 has said that it is over
 
     def hand_over(self, done: StepDone) -> GroupSave | None:
@@ -75,6 +75,9 @@ class GroupSaves:
             InvalidInput: the rank saves at a step at which rank 0 did not.
         """
         directory = None if part.directory is None else Path(part.directory)
+        if part.step in self._failed:
+            _remove(directory)
+            return None
         if part.step <= self._over and part.step not in self._pending:
             if directory is not None:
                 raise _not_of_all(rank, part.step)
@@ -99,16 +102,15 @@ class GroupSaves:
         for step, each in self._pending.items():
             missing = [rank for rank in self._others if rank not in each.parts]
             gone = [rank for rank in missing if rank in ended]
-            is_late = each.deadline.remaining_seconds <= 0
-            if each.done is not None and (gone or is_late):
-                ranks = plural(len(gone or missing), "rank", "ranks")
-                why = "ended before" if gone else f"did not report it within {self._within.total_seconds():g} s of"
-                named = ", ".join(map(str, gone or missing))
-                del self._pending[step]
-                for directory in each.parts.values():
-                    _remove(directory)
-                _remove(Path(each.done.checkpoint or ""))
-                return FailedSave(step, f"{ranks.split()[-1]} {named} {why} the first", each.done)
+            if each.done is None or not (gone or each.deadline.remaining_seconds <= 0):
+                continue
+            del self._pending[step]
+            self._failed.add(step)
+            for directory in (*each.parts.values(), Path(each.done.checkpoint or "")):
+                _remove(directory)
+            which = f"{'ranks' if len(gone or missing) > 1 else 'rank'} {', '.join(map(str, gone or missing))}"
+            late = f"did not add its part within {self._within.total_seconds():g} s"
+            return FailedSave(step, f"{which} {'ended without its part' if gone else late}", each.done)
         return None
 
     def _at(self, step: int) -> _Pending:

@@ -106,56 +106,41 @@ class _Supervisor:
     def _took_in(self, rank: int, message: FromTrial) -> Outcome | None:
         if self._last_message_at is not None:
             self._last_message_at = time.monotonic()
-        if rank:
-            return self._took_in_of_other(rank, message)
         match message:
+            case Part():
+                self._commit(self._saves.add(rank, message))
             case Directive():
-                self._group.tell_others(message)
-                if not message.saves:
-                    self._saves.close(message.step)
+                self._pass_on(message)
             case TrainableLoaded(code=code):
                 self._last_message_at = time.monotonic()
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
                 self._link.reported(report, asks=True)
-            case StepDone(is_reported=True):
-                self._save(message)
             case StepDone():
-                self._steps += 1
                 self._take_down(message)
-            case TrialEnded():
-                return self._end_with(self._ended(message))
-            case Broke():
-                return self._broke(0, message)
-            case Part():
-                raise InvalidInput("rank 0 sent a part of a checkpoint, as only other ranks do")
+            case TrialEnded() | Broke():
+                return self._rank_ended(rank, message)
             case _:
                 assert_never(message)
         return self._waited_enough()
 
-    def _took_in_of_other(self, rank: int, message: FromTrial) -> Outcome | None:
-        match message:
-            case Part():
-                self._commit(self._saves.add(rank, message))
-            case TrialEnded():
-                self._group.leave(rank)
-            case Broke():
-                return self._broke(rank, message)
-            case _:
-                pass  # its import is done
-        return self._waited_enough()
+    def _pass_on(self, directive: Directive) -> None:
+        self._group.tell_others(directive)
+        if not directive.saves:
+            self._saves.close(directive.step)
+
+    def _rank_ended(self, rank: int, message: TrialEnded | Broke) -> Outcome | None:
+        self._group.leave(rank)
+        if isinstance(message, TrialEnded):
+            return self._end_with(self._ended(message)) if rank == 0 else self._waited_enough()
+        why = f"{self._named(rank)}{message.message}\n{message.traceback}".rstrip()
+        return self._fail(self._failed(message.cause, why), died=False)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
-        self._group.leave(0)
         self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
         return self._waited_enough()
-
-    def _broke(self, rank: int, broke: Broke) -> Outcome | None:
-        self._group.leave(rank)
-        failed = self._failed(broke.cause, f"{self._named(rank)}{broke.message}\n{broke.traceback}".rstrip())
-        return self._fail(failed, died=False)
 
     def _gone(self, ended: RankEnded) -> Outcome | None:
         if not ended.is_gone:
@@ -184,6 +169,10 @@ class _Supervisor:
         return Done(ended.reason, ended.returned, ended.ended_early, self._left if ended.ended_early else None)
 
     def _take_down(self, done: StepDone) -> None:
+        if done.is_reported:
+            self._save(done)
+            return
+        self._steps += 1
         is_read = done.asks and self._link.reads_journal
         if is_read:
             self._commit_worker.asks_at = done.report.step
@@ -204,12 +193,12 @@ class _Supervisor:
             self._commit_worker.save(save.done, self._saved, save.parts)
 
     def _failed_save(self) -> Outcome | None:
-        """Fail a checkpoint that cannot be completed, on all ranks; return the outcome if the trial needed it to end."""
+        """Fail a checkpoint that cannot be completed; return the outcome if the trial was to end with it."""
         failed = self._saves.failed(frozenset(range(1, self._group.world_size)) - self._group.open_ranks)
         if failed is None:
             return None
         self._committed += 1  # it is no longer waited for
-        why = f"step {failed.step} is not committed: {failed.why} rank's part"
+        why = f"step {failed.step} is not committed: {failed.why}"
         if failed.done is not None and failed.done.over:
             return self._failed(Cause.MACHINE, why)
         self._log.warning(

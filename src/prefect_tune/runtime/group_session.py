@@ -105,7 +105,8 @@ class FollowingSession(TrialSession):
             raise self._leaving(TrialOver(f"rank 0 asks a person: {question}", interrupted=True))
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
-        """Return how the attempt ended; what the function returned is that of rank 0."""
+        """Return how the attempt ended. What the function returned is not reported: that of rank 0 is."""
+        del returned
         return super().finish(None)
 
     def why_stop(self) -> str | None:

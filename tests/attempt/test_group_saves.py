@@ -1,0 +1,111 @@
+"""The parts of several ranks become one checkpoint, or none."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.attempt.group_saves import GroupSaves, merge
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.process_messages import Part, StepDone
+from prefect_tune.core.models import StepReport
+
+
+def done(step: int, directory: str = "/nowhere/0") -> StepDone:
+    return StepDone(report=StepReport(step=step, metrics={}), checkpoint=directory, moved=True)
+
+
+def part(step: int, directory: str | None) -> Part:
+    return Part(step=step, directory=directory)
+
+
+def test_a_checkpoint_is_whole_with_its_last_part_whichever_that_is() -> None:
+    saves = GroupSaves(3)
+    assert saves.add(2, part(4, "/nowhere/2")) is None
+    assert saves.hand_over(done(4)) is None
+    whole = saves.add(1, part(4, None))
+    assert whole is not None
+    assert (whole.done.report.step, dict(whole.parts)) == (4, {2: Path("/nowhere/2")})
+
+    assert saves.add(1, part(6, "/nowhere/1")) is None
+    assert saves.add(2, part(6, None)) is None
+    whole = saves.hand_over(done(6))
+    assert whole is not None
+    assert dict(whole.parts) == {1: Path("/nowhere/1")}
+
+
+def test_one_process_is_whole_by_itself() -> None:
+    whole = GroupSaves(1).hand_over(done(1))
+    assert whole is not None
+    assert not whole.parts
+
+
+def test_a_part_without_a_checkpoint_of_rank_0_is_dropped_if_it_is_empty_and_refused_if_it_is_not() -> None:
+    saves = GroupSaves(2)
+    saves.add(1, part(1, None))
+    saves.close(1)
+    assert saves.add(1, part(1, None)) is None
+    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 1, and rank 0 did not"):
+        saves.add(1, part(1, "/nowhere/1"))
+    saves.add(1, part(2, "/nowhere/1"))
+    with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 2, and rank 0 did not"):
+        saves.close(2)
+
+
+def test_a_late_part_fails_its_checkpoint_alone_and_its_files_are_removed(tmp_path: Path) -> None:
+    first, second = tmp_path / "0", tmp_path / "1"
+    first.mkdir()
+    second.mkdir()
+    saves = GroupSaves(3, within=timedelta(0))
+    saves.hand_over(done(2, str(first)))
+    saves.add(1, part(2, str(second)))
+    failed = saves.failed(ended=())
+    assert failed is not None
+    assert (failed.step, failed.why) == (2, "rank 2 did not add its part within 0 s")
+    assert not first.exists()
+    assert not second.exists()
+    assert saves.failed(ended=()) is None
+    saves.close(2)
+    assert saves.add(2, part(2, str(tmp_path / "2"))) is None, "it comes too late, and is no error"
+
+
+def test_a_rank_that_has_ended_fails_a_checkpoint_at_once() -> None:
+    saves = GroupSaves(3)
+    saves.add(1, part(2, None))
+    saves.hand_over(done(2))
+    assert saves.failed(ended={1}) is None, "its part is there"
+    failed = saves.failed(ended={1, 2})
+    assert failed is not None
+    assert failed.why == "rank 2 ended without its part"
+
+
+def test_directories_are_merged_and_equal_files_are_one(tmp_path: Path) -> None:
+    for rank in range(3):
+        folder = tmp_path / str(rank) / "model"
+        folder.mkdir(parents=True)
+        (folder / f"shard-{rank}").write_text(str(rank))
+        (folder / "config").write_text("the same")
+    (tmp_path / "2" / "empty").mkdir()
+    merge(tmp_path / "0", {1: tmp_path / "1", 2: tmp_path / "2"})
+    found = sorted(str(path.relative_to(tmp_path / "0")) for path in (tmp_path / "0").rglob("*"))
+    assert found == ["empty", "model", "model/config", "model/shard-0", "model/shard-1", "model/shard-2"]
+    assert not (tmp_path / "1").exists()
+    assert not (tmp_path / "2").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a", "b"), ("a", None), (None, "b")], ids=["files", "file and folder", "folder and file"]
+)
+def test_a_name_with_other_bytes_names_both_ranks(tmp_path: Path, first: str | None, second: str | None) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    for rank, content in ((1, first), (2, second)):
+        path = tmp_path / str(rank) / "weights"
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_text(content)
+    with pytest.raises(InvalidInput, match="weights: ranks 1 and 2 saved different files of this name"):
+        merge(tmp_path / "0", {1: tmp_path / "1", 2: tmp_path / "2"})

@@ -1,0 +1,165 @@
+"""Trials that two processes train together: they end as undisturbed, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.attempt.group_saves import GroupSaves
+from prefect_tune.runtime.processes.linux import children_of
+from prefect_tune.testing import without_server
+from tests.trainables.grouped import Sharded, napping, sharded
+
+supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _without_server() -> Iterator[None]:
+    with without_server():
+        yield
+
+
+def trained(target: Path, trainable: Any, config: dict[str, Any] | None = None, **options: Any) -> pt.TrialResult:
+    return pt.durable_trainable(
+        trainable,
+        config,
+        target=str(target),
+        experiment="e",
+        stop={"step": STEPS},
+        checkpoint=pt.Cadence(every_steps=2),
+        processes_per_trial=2,
+        **options,
+    )
+
+
+def states(result: pt.TrialResult) -> dict[str, list[float]]:
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        assert (Path(directory) / "shared.txt").read_text() == "the same on each rank"
+        return {each.name: json.loads(each.read_text()) for each in Path(directory).glob("rank-*.json")}
+
+
+def undisturbed() -> dict[str, list[float]]:
+    numbers = [1.0, 2.0]
+    for step in range(1, STEPS + 1):
+        numbers = [(number * 1.5 + step) % 97 for number in numbers]
+    return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
+
+
+@pytest.mark.parametrize("trainable", [Sharded, sharded])
+def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all(trainable: Any, tmp_path: Path) -> None:
+    result = trained(tmp_path, trainable)
+    assert (result.status, result.step, result.attempts, result.metrics["world_size"]) == ("completed", STEPS, 1, 2)
+    assert states(result) == undisturbed()
+
+
+@pytest.mark.parametrize(("trainable", "rank"), [(Sharded, 0), (Sharded, 1), (sharded, 0), (sharded, 1)])
+def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
+    trainable: Any, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        result = trained(tmp_path, trainable, {"rank": rank, "at": 5, "does": "die"})
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+    assert states(result) == undisturbed()
+    assert f"rank {rank}'s process ended by SIGKILL" in caplog.text
+
+
+def test_the_error_of_a_rank_ends_the_trial_for_all_within_seconds(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
+        trained(tmp_path, Sharded, {"rank": 1, "at": 3, "does": "raise", "others": "hang"})
+    until = time.monotonic() + 30
+    while any(b"trial" in Path(f"/proc/{child}/comm").read_bytes() for child in children_of_here()):
+        assert time.monotonic() < until, "a rank still runs"
+        time.sleep(0.1)
+
+
+def children_of_here() -> list[int]:
+    return [each for each in children_of(os.getpid()) if Path(f"/proc/{each}").exists()]
+
+
+def test_files_of_one_name_with_other_bytes_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match=r"same\.json: ranks 0 and 1 saved different files of this name"):
+        trained(tmp_path, Sharded, {"does": "collide"})
+
+
+def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, and rank 0 did not"):
+        trained(tmp_path, sharded, {"rank": 0, "does": "withhold"})
+
+
+def test_a_slow_rank_fails_its_save_and_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=0.5)))
+    with caplog.at_level(logging.INFO):
+        result = trained(tmp_path, napping, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
+    assert (result.status, result.attempts) == ("completed", 1)
+    assert "step 2 is not committed: rank 1 did not add its part within 0.5 s; training continues" in caplog.text
+    assert result.checkpoint is not None
+    assert result.checkpoint.get_metadata() is not None
+    assert states(result).keys() == {"rank-0.json", "rank-1.json"}
+    assert result.step == STEPS
+
+
+def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_path: Path) -> None:
+    first = pt.tune(
+        "tests.trainables.grouped:patient",
+        target=str(tmp_path),
+        experiment="e",
+        num_samples=1,
+        metric="loss",
+        stop={"step": 200},
+        time_budget_seconds=4,
+        processes_per_trial=2,
+    )
+    [trial] = first.trials
+    assert trial.status == "interrupted"
+    assert 0 < trial.step < 200
+    result = pt.tune(
+        "tests.trainables.grouped:patient",
+        target=str(tmp_path),
+        experiment="e",
+        num_samples=1,
+        metric="loss",
+        stop={"step": trial.step + 3},
+        processes_per_trial=2,
+    )
+    [again] = result.trials
+    assert (again.status, again.step, again.wasted_steps) == ("completed", trial.step + 3, 0)
+
+
+def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:
+    results = pt.tune(
+        Sharded,
+        {"x": pt.grid_search([1, 2, 3, 4])},
+        target=str(tmp_path),
+        experiment="e",
+        metric="loss",
+        mode="min",
+        scheduler=pt.ASHA(max_t=4, grace_period=1, reduction_factor=2, variant="promotion"),
+        max_concurrent_trials=1,
+        processes_per_trial=2,
+    )
+    assert {each.status for each in results.trials} <= {"completed", "pruned", "paused"}
+    assert max(each.step for each in results.trials) == 4
+    assert not results.errors
+
+
+def test_ranks_need_processes() -> None:
+    with pytest.raises(pt.InvalidInput, match="processes_per_trial=2: expected isolation='process'"):
+        pt.durable_trainable(Sharded, target="./runs", isolation="thread", processes_per_trial=2)
+    with pytest.raises(pt.InvalidInput, match="processes_per_trial"):
+        pt.durable_trainable(Sharded, target="./runs", processes_per_trial=0)
+
