@@ -124,7 +124,7 @@ def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_
         time_budget_seconds=4,
         processes_per_trial=2,
     )
-    [trial] = first.trials
+    [trial] = first.trials.values()
     assert trial.status == "interrupted"
     assert 0 < trial.step < 200
     result = pt.tune(
@@ -136,7 +136,7 @@ def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_
         stop={"step": trial.step + 3},
         processes_per_trial=2,
     )
-    [again] = result.trials
+    [again] = result.trials.values()
     assert (again.status, again.step, again.wasted_steps) == ("completed", trial.step + 3, 0)
 
 
@@ -152,8 +152,8 @@ def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:
         max_concurrent_trials=1,
         processes_per_trial=2,
     )
-    assert {each.status for each in results.trials} <= {"completed", "pruned", "paused"}
-    assert max(each.step for each in results.trials) == 4
+    assert {each.status for each in results.trials.values()} <= {"completed", "pruned", "paused"}
+    assert max(each.step for each in results.trials.values()) == 4
     assert not results.errors
 
 

@@ -58,8 +58,9 @@ def sharded(config: dict[str, Any]) -> None:
     while True:
         metrics = model.step()
         directory = pt.get_trial().new_checkpoint_dir()
-        saves = model.at % 2 == 0 or pt.get_trial().should_checkpoint
-        if saves and not (config.get("does") == "withhold" and model.rank == config["rank"]):
+        withholds = config.get("does") == "withhold" and model.rank == config["rank"]
+        saves = not withholds and (model.at % 2 == 0 or pt.get_trial().should_checkpoint)
+        if saves:
             model.save_checkpoint(str(directory))
         pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
 
