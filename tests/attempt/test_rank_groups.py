@@ -162,4 +162,3 @@ def test_ranks_need_processes() -> None:
         pt.durable_trainable(Sharded, target="./runs", isolation="thread", processes_per_trial=2)
     with pytest.raises(pt.InvalidInput, match="processes_per_trial"):
         pt.durable_trainable(Sharded, target="./runs", processes_per_trial=0)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -97,3 +98,25 @@ def patient(_config: dict[str, Any]) -> None:
         directory = trial.new_checkpoint_dir()
         Path(directory, f"rank-{trial.rank}").write_text(str(at))
         pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
+
+
+def _rank_of_launcher(rank: int, world_size: int, config: dict[str, Any]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    sharded(config)
+
+
+def launches(config: dict[str, Any]) -> None:
+    """Start two ranks as `torch.multiprocessing.spawn` does, and fail as it does if one fails."""
+    context = multiprocessing.get_context(config.get("by", "spawn"))
+    ranks = [context.Process(target=_rank_of_launcher, args=(rank, 2, config)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    while any(each.is_alive() for each in ranks):
+        failed = [each for each in ranks if each.exitcode]
+        for each in ranks if failed else []:
+            each.kill()
+        time.sleep(0.01)
+    for rank, each in enumerate(ranks):
+        each.join()
+        if each.exitcode:
+            raise RuntimeError(f"process {rank} ended with exit code {each.exitcode}")

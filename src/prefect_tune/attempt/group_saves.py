@@ -13,7 +13,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,18 +45,19 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A checkpoint that is not committed, since ranks did not do their part."""
+    """A checkpoint that is not committed, since ranks did not add their part in time."""
 
     step: int
     why: str
-    done: StepDone | None
-    """The report of rank 0; None if it is that which is missing."""
+    done: StepDone
+    """The report of rank 0."""
 
 
 class GroupSaves:
     """Collects the parts of the checkpoints of `world_size` ranks. Rank 0 hands over one checkpoint after the other."""
 
     def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
+        self.world_size = world_size
         self._others = range(1, world_size)
         self._within = within
         self._pending: dict[int, _Pending] = {}
@@ -97,20 +98,26 @@ class GroupSaves:
                 if directory is not None:
                     raise _not_of_all(rank, at)
 
-    def failed(self, ended: Collection[int]) -> FailedSave | None:
-        """Return a save that cannot be completed: its deadline has passed, or a rank without its part has `ended`."""
+    def without(self, ended: Collection[int]) -> str:
+        """Return which checkpoint can never be complete, since ranks have ended without their part; else ""."""
         for step, each in self._pending.items():
-            missing = [rank for rank in self._others if rank not in each.parts]
-            gone = [rank for rank in missing if rank in ended]
-            if each.done is None or not (gone or each.deadline.remaining_seconds <= 0):
+            gone = [rank for rank in self._others if rank not in each.parts and rank in ended]
+            if each.done is not None and gone:
+                return f"{_named(gone)} ended before step {step}, of which rank 0 reported a checkpoint"
+        return ""
+
+    def overdue(self) -> FailedSave | None:
+        """Return a checkpoint whose deadline has passed; its files are removed."""
+        for step, each in self._pending.items():
+            if each.done is None or each.deadline.remaining_seconds > 0:
                 continue
             del self._pending[step]
             self._failed.add(step)
             for directory in (*each.parts.values(), Path(each.done.checkpoint or "")):
                 _remove(directory)
-            which = f"{'ranks' if len(gone or missing) > 1 else 'rank'} {', '.join(map(str, gone or missing))}"
-            late = f"did not add its part within {self._within.total_seconds():g} s"
-            return FailedSave(step, f"{which} {'ended without its part' if gone else late}", each.done)
+            missing = _named([rank for rank in self._others if rank not in each.parts])
+            why = f"{missing} did not add its part within {self._within.total_seconds():g} s"
+            return FailedSave(step, why, each.done)
         return None
 
     def _at(self, step: int) -> _Pending:
@@ -122,6 +129,10 @@ class GroupSaves:
             return None
         del self._pending[step]
         return GroupSave(found.done, {rank: each for rank, each in sorted(found.parts.items()) if each is not None})
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _remove(directory: Path | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import assert_never
 
@@ -16,7 +17,7 @@ from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
 from prefect_tune.attempt.group_saves import GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.processes.rank_group import RankEnded, RankGroup
+from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import InvalidInput
@@ -27,6 +28,7 @@ from prefect_tune.core.messages.process_messages import (
     Directive,
     EndOfAttempt,
     FromTrial,
+    Join,
     Leave,
     MilestoneReached,
     Part,
@@ -45,6 +47,8 @@ _KILLS_PERIOD = timedelta(seconds=1)
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
 """How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
+_DIED, _BROKE, _BROKE_LATER, _ENDED_EARLY = range(4)
+"""What causes what: the death of a rank makes others raise, and those their launcher."""
 _OTHERS_END_WITHIN = timedelta(seconds=20)
 """How long the other ranks have to end after rank 0."""
 
@@ -67,9 +71,10 @@ class _Supervisor:
         self._spec = spec
         self._link = link
         self._log = log
-        self._failures: list[tuple[bool, Failed]] = []
-        """Each with whether its process died: such a death may have made other ranks raise."""
+        self._failures: list[tuple[int, Failed]] = []
+        """Each with its place in the order of what causes what."""
         self._end: Outcome | None = None
+        self._ended_ranks: set[int] = set()
         self._ends_until: Deadline | None = None
         self._steps = 0
         self._handed_over = 0  # counted by this thread
@@ -107,6 +112,13 @@ class _Supervisor:
         if self._last_message_at is not None:
             self._last_message_at = time.monotonic()
         match message:
+            case Join():
+                self._has_joined(rank)
+            case StepDone() if rank == OWN:
+                raise InvalidInput(
+                    "the trial's own process reported a step, and so did the ranks that it has started: report in the "
+                    "ranks only"
+                )
             case Part():
                 self._commit(self._saves.add(rank, message))
             case Directive():
@@ -125,6 +137,12 @@ class _Supervisor:
                 assert_never(message)
         return self._waited_enough()
 
+    def _has_joined(self, rank: int) -> None:
+        if self._saves.world_size != self._group.world_size:
+            self._saves = GroupSaves(self._group.world_size)
+        if rank == 0 and self._asked_at is not None:
+            self._group.tell(StopAndSave())
+
     def _pass_on(self, directive: Directive) -> None:
         self._group.tell_others(directive)
         if not directive.saves:
@@ -132,30 +150,35 @@ class _Supervisor:
 
     def _rank_ended(self, rank: int, message: TrialEnded | Broke) -> Outcome | None:
         self._group.leave(rank)
+        self._ended_ranks.add(rank)
         if isinstance(message, TrialEnded):
-            return self._end_with(self._ended(message)) if rank == 0 else self._waited_enough()
+            # A rank of a launcher may return before the function that has started it, and others after it.
+            decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
+            return self._end_with(self._ended(message)) if decides else self._waited_enough()
         why = f"{self._named(rank)}{message.message}\n{message.traceback}".rstrip()
-        return self._fail(self._failed(message.cause, why), died=False)
+        return self._fail(self._failed(message.cause, why), _BROKE_LATER if rank == OWN else _BROKE)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
-        self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
+        if self._end is None and not self._failures:
+            self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
         return self._waited_enough()
 
     def _gone(self, ended: RankEnded) -> Outcome | None:
+        self._ended_ranks.add(ended.rank)
         if not ended.is_gone:
             return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
-        return self._fail(self._died(ended.rank), died=True)
+        return self._fail(self._died(ended.rank), _DIED)
 
-    def _fail(self, failed: Failed, *, died: bool) -> Outcome | None:
+    def _fail(self, failed: Failed, causes: int) -> Outcome | None:
         """Return the failure, once those that may have caused it are known."""
         if self._end is None:
             self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN)
-            self._failures.append((died, failed))
+            self._failures.append((causes, failed))
         return self._waited_enough()
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank}: " if self._group.world_size > 1 else ""
+        return f"rank {rank}: " if self._group.world_size > 1 and rank != OWN else ""
 
     def _ended(self, ended: TrialEnded) -> Outcome:
         if ended.question is not None:
@@ -193,13 +216,14 @@ class _Supervisor:
             self._commit_worker.save(save.done, self._saved, save.parts)
 
     def _failed_save(self) -> Outcome | None:
-        """Fail a checkpoint that cannot be completed; return the outcome if the trial was to end with it."""
-        failed = self._saves.failed(frozenset(range(1, self._group.world_size)) - self._group.open_ranks)
-        if failed is None:
+        """Fail a checkpoint that is overdue; return the outcome if the trial cannot do without it."""
+        if why := self._saves.without(self._ended_ranks):
+            return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
+        if (failed := self._saves.overdue()) is None:
             return None
         self._committed += 1  # it is no longer waited for
         why = f"step {failed.step} is not committed: {failed.why}"
-        if failed.done is not None and failed.done.over:
+        if failed.done.over:
             return self._failed(Cause.MACHINE, why)
         self._log.warning(
             "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
@@ -227,7 +251,7 @@ class _Supervisor:
         if self._ends_until is not None:
             if self._group.open_ranks and self._ends_until.remaining_seconds > 0:
                 return None
-            return self._end or next((each for died, each in self._failures if died), self._failures[0][1])
+            return self._end or min(self._failures, key=itemgetter(0))[1]
         if (failed := self._failed_save()) is not None:
             return failed
         if self._link.stop.is_set():
@@ -264,7 +288,7 @@ class _Supervisor:
             why = f"the kernel killed it for using too much memory: {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
         own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
-        which = "the trial's process" if self._group.world_size == 1 else f"rank {rank}'s process"
+        which = "the trial's process" if self._group.world_size == 1 or rank == OWN else f"rank {rank}'s process"
         return self._failed(Cause.USER if own else Cause.MACHINE, f"{which} {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:

@@ -1,4 +1,4 @@
-"""Detect ranks of distributed training and child processes: only the trial's own process, of rank 0, may report."""
+"""Which process this is: the trial's own one, a rank of distributed training, or another one that it has started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.process_messages import Rank, Start
 
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
+RANKS_AT: Final = "PREFECT_TUNE_RANKS_AT"
+"""The environment variable with the path of the attempt's socket for ranks; empty if there is none."""
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MAIN_MODULES: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
@@ -38,9 +42,15 @@ def is_program_of_trials() -> bool:
     return _program_name() in _MAIN_MODULES
 
 
-def claim_process(trial: str) -> None:
-    """Mark this process as the trial's own, in its environment; refuse to start a second copy of it."""
-    os.environ[_VARIABLE] = f"{os.getpid()} {trial}"
+def claim_process(start: Start) -> None:
+    """Mark this process as the trial's own, in its environment; refuse to start a second copy of it.
+
+    Variables of ranks that it inherited are those of another training.
+    """
+    os.environ[_VARIABLE] = f"{os.getpid()} {start.trial}"
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at}
     _refuse_relaunch()
 
 
@@ -50,26 +60,14 @@ def started_by() -> TrialProcess | None:
     return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
 
 
-def require_first_rank(call: str) -> None:
-    """Refuse a call in a rank of distributed training other than the first.
-
-    Raises:
-        InvalidInput: this process is such a rank.
-    """
-    rank, size = _rank()
-    if size > 1 and rank != 0:
-        raise InvalidInput(
-            f"{call}: expected rank 0, found rank {rank} of {size} (torch.distributed, or RANK, LOCAL_RANK and "
-            f"WORLD_SIZE in the environment). {ONE_PROCESS}; where this process trains alone, unset these variables"
-        )
-
-
-def _rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks."""
+def rank_here() -> Rank:
+    """Return the rank that `torch.distributed`, or a launcher's variables, give to this process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return _number("RANK") or _number("LOCAL_RANK"), _number("WORLD_SIZE")
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:
+        rank, size = _number("RANK") or _number("LOCAL_RANK"), max(1, _number("WORLD_SIZE"))
+    return Rank(rank=rank, world_size=size, local_rank=_number("LOCAL_RANK"))
 
 
 def _number(variable: str) -> int:

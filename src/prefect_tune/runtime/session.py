@@ -35,7 +35,6 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import require_first_rank
 from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
 
 if TYPE_CHECKING:
@@ -298,11 +297,9 @@ class TrialSession:
 
         Raises:
             TrialOver: the trial has ended: a framework may report once more while it ends its loop.
-            InvalidInput: this is not the trial's own process, or is another rank than the trial's process has.
+            InvalidInput: this is not the trial's own process.
         """
         self._require_own_process(call)
-        if self._start.rank.world_size == 1:
-            require_first_rank(call)
         with self._reports:
             if self._over is not None:
                 raise self._leaving(self._over)
@@ -316,9 +313,12 @@ class TrialSession:
                 "process (through a queue, a pipe or a pool) and report them there"
             )
 
+    leaves_by: type[TrialOver] = TrialOver
+    """What ends the trainable in this process."""
+
     def _leaving(self, over: TrialOver) -> TrialOver:
         """Record how the trial ends; if this is not the trainable's own thread, limit its time to return."""
-        self._over = over
+        self._over = over = self.leaves_by.as_ended(over.ended)
         if threading.get_ident() != self._thread and self._overdue is None:
             self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended])
             self._overdue.daemon = True

@@ -341,6 +341,10 @@ def _reporting_session(caller: str) -> TrialSession:
 
 
 def _session(caller: str) -> TrialSession:
+    from prefect_tune.runtime.launched_ranks import joined_session
+
+    if (joined := joined_session(caller)) is not None:
+        return joined
     session = _in_context.get(None) or next(iter(_in_process), None)
     if session is not None:
         return session

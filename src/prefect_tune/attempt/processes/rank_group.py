@@ -1,19 +1,39 @@
-"""The processes of one attempt, by rank: a single process is a group of one."""
+"""The processes of one attempt, by rank.
+
+a single process          channel of rank 0
+processes_per_trial=N     channels of ranks 0 to N-1, each a process of the pool
+a launcher in a trial     channel of the trial's own process (`OWN`), and one of each rank that has joined
+"""
 
 from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Final
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel
-from prefect_tune.core.messages.process_messages import FromTrial, Rank, Start, ToTrial
-from prefect_tune.runtime.message_stream import MalformedMessage
+from prefect_tune.core.messages.process_messages import (
+    FromTrial,
+    Join,
+    Rank,
+    Refused,
+    Start,
+    StartReceived,
+    ToTrial,
+    from_trial,
+)
+from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
+from prefect_tune.stores.local.scratch import ScratchDirectory
 
+OWN: Final = -1
+"""In place of a rank: the trial's own process, whose launcher has started the ranks."""
 _NOW = timedelta(0)
+_JOIN_BYTES = 64 * 1024
 # Below the ports that the kernel gives to clients: none of them takes it between this choice and rank 0's use.
 _PORTS = range(20_000, 32_000)
 
@@ -30,53 +50,63 @@ class RankEnded(Exception):
 class RankGroup:
     """The channels to the processes of an attempt. Call `receive` from one thread, `tell` from any."""
 
-    def __init__(self, channels: Sequence[TrialChannel]) -> None:
-        self._channels = channels
-        self._open = dict(enumerate(channels))
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return len(self._channels)
+    def __init__(self, channels: Sequence[TrialChannel], joins: _Joins | None = None) -> None:
+        self._channels = dict(enumerate(channels))
+        self._open = dict(self._channels)
+        self._joins = joins
+        self.world_size = len(channels)
+        """The number of ranks."""
 
     @property
     def open_ranks(self) -> frozenset[int]:
-        """The ranks from which messages may still come."""
+        """The ranks from which messages may still come, and `OWN`."""
         return frozenset(self._open)
 
     def tell(self, message: ToTrial) -> None:
         """Send a message to rank 0; if it is gone the message is dropped."""
-        self._channels[0].tell(message)
+        self._channels[0 if 0 in self._channels else OWN].tell(message)
 
     def tell_others(self, message: ToTrial) -> None:
         """Send a message to all ranks but the first."""
-        for each in self._channels[1:]:
-            each.tell(message)
+        for rank, each in [*self._channels.items()]:
+            if rank > 0:
+                each.tell(message)
 
     def receive(self, patience: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None if none arrives within `patience`.
+        """Return the next message with its rank; None if none arrives within `patience`. A `Join` was answered.
 
         Raises:
             RankEnded: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
         """
-        if len(self._open) == 1:
-            [(rank, channel)] = self._open.items()
-            message = self._received(rank, channel, patience)
-            return None if message is None else (rank, message)
-        ready = wait([each.connection for each in self._open.values()], patience.total_seconds())
-        for rank, channel in [*self._open.items()]:
-            if ready and channel.connection not in ready:
-                continue
-            if (message := self._received(rank, channel, _NOW)) is not None:
+        sources = {each.connection: rank for rank, each in self._open.items()}
+        arriving = [] if self._joins is None else self._joins.sources
+        ready = wait([*sources, *arriving], patience.total_seconds())
+        for rank in [sources[each] for each in ready if each in sources] if ready else [*self._open]:
+            try:
+                message = self._open[rank].receive(_NOW)
+            except (EOFError, MalformedMessage) as error:
+                self.leave(rank)
+                raise RankEnded(rank, error) from None
+            if message is not None:
                 return rank, message
+        if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
+            return self._take_in(*arrived, self._joins.start)
         return None
 
-    def _received(self, rank: int, channel: TrialChannel, patience: timedelta) -> FromTrial | None:
-        try:
-            return channel.receive(patience)
-        except (EOFError, MalformedMessage) as error:
-            self.leave(rank)
-            raise RankEnded(rank, error) from None
+    def _take_in(self, join: Join, connection: Connection, start: Start) -> tuple[int, Join] | None:
+        """Add a rank that a launcher has started, or refuse it."""
+        rank, channel = join.rank, TrialChannel(connection, _JoinedRank(join.pid))
+        if OWN not in self._channels:
+            self._channels = {OWN: self._channels.pop(0)}
+            self._open = {OWN: self._open.pop(0)} if 0 in self._open else {}
+            self.world_size = rank.world_size
+        elif rank.rank in self._channels or rank.world_size != self.world_size:
+            found = "another process of it" if rank.world_size == self.world_size else f"{self.world_size} ranks"
+            channel.tell(Refused(why=f"rank {rank.rank} of {rank.world_size}: this trial has {found} already"))
+            return None
+        self._channels[rank.rank] = self._open[rank.rank] = channel
+        channel.tell(start.model_copy(update={"rank": rank}))
+        return rank.rank, join
 
     def leave(self, rank: int) -> None:
         """Receive nothing more from a rank: it has sent its end."""
@@ -88,8 +118,62 @@ class RankGroup:
 
     def end_all(self) -> None:
         """End the processes of all ranks."""
-        for each in self._channels:
+        for each in self._channels.values():
             each.end()
+
+
+class _JoinedRank:
+    """The process of a rank that a launcher has started. It ends with the trial's own process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def is_alive(self) -> bool:
+        return True  # its connection shows that it is gone
+
+    def end(self) -> str:
+        return f"(process {self._pid}) was killed, or left without a word (os._exit)"
+
+
+class _Joins:
+    """Where ranks join that a launcher in the trial has started."""
+
+    def __init__(self, directory: Path, start: Start) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(directory / "ranks"))
+        self.socket.listen()
+        self.start = start
+        """The start message of the trial's own process; that of a rank has its rank in addition."""
+        self._arriving: dict[Connection, MessageReader[FromTrial | StartReceived]] = {}
+        self._taken_in: list[Connection] = []
+
+    @property
+    def sources(self) -> Sequence[Connection | socket.socket]:
+        """What is ready when a process connects, or says who it is."""
+        return [self.socket, *self._arriving]
+
+    def next_of(self, ready: Collection[object]) -> tuple[Join, Connection] | None:
+        """Accept a process that connects; return one that has said which rank it is, with its connection."""
+        if self.socket in ready:
+            connection = Connection(self.socket.accept()[0].detach())
+            self._arriving[connection] = MessageReader(connection, from_trial, limit_bytes=_JOIN_BYTES)
+        for connection in [each for each in self._arriving if each in ready]:
+            try:
+                message = self._arriving[connection].read(_NOW)
+            except (EOFError, OSError, MalformedMessage):
+                self._arriving.pop(connection)
+                connection.close()
+                continue
+            if isinstance(message, Join):
+                self._arriving.pop(connection)
+                self._taken_in.append(connection)
+                return message, connection
+        return None
+
+    def close(self) -> None:
+        """Close the socket, and the connections of all ranks."""
+        for each in (self.socket, *self._arriving, *self._taken_in):
+            each.close()
 
 
 @contextmanager
@@ -97,28 +181,18 @@ def rank_group(
     start: Start, world_size: int, open_channel: Callable[[Start], AbstractContextManager[TrialChannel]]
 ) -> Iterator[RankGroup]:
     """Open the processes of an attempt, each with its rank, and end them when the block is left."""
-    if world_size == 1:
-        with open_channel(start) as channel:
-            yield RankGroup([channel])
-        return
-    port = _free_port()
-    ranks = [Rank(rank=each, world_size=world_size, local_rank=each) for each in range(world_size)]
-    with ExitStack() as channels:
-        yield RankGroup(
-            [
-                channels.enter_context(
-                    open_channel(
-                        start.model_copy(
-                            update={
-                                "rank": each.model_copy(update={"variables": _variables(each, port)}),
-                                "waits": False,
-                            }
-                        )
-                    )
-                )
-                for each in ranks
-            ]
-        )
+    with ExitStack() as opened:
+        if world_size == 1:
+            directory = opened.enter_context(ScratchDirectory())
+            joins = _Joins(directory, start := start.model_copy(update={"ranks_at": str(directory / "ranks")}))
+            opened.callback(joins.close)
+            yield RankGroup([opened.enter_context(open_channel(start))], joins)
+            return
+        port = _free_port()
+        ranks = [Rank(rank=each, world_size=world_size, local_rank=each) for each in range(world_size)]
+        named = [each.model_copy(update={"variables": _variables(each, port)}) for each in ranks]
+        starts = [start.model_copy(update={"rank": each, "waits": False}) for each in named]
+        yield RankGroup([opened.enter_context(open_channel(each)) for each in starts])
 
 
 def _variables(rank: Rank, port: int) -> Mapping[str, str]:

@@ -22,12 +22,14 @@ __all__ = [
     "EndOfAttempt",
     "FromTrial",
     "ImportRequest",
+    "Join",
     "Leave",
     "MilestoneReached",
     "Part",
     "Preload",
     "Proceed",
     "Rank",
+    "Refused",
     "SaveFailed",
     "Start",
     "StartReceived",
@@ -127,6 +129,8 @@ class Start(Value):
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: Rank = Field(default_factory=Rank)
+    ranks_at: PathName = ""
+    """The socket that ranks join which the trainable's own launcher starts; empty if none may."""
 
 
 class CheckpointSaved(Value):
@@ -134,6 +138,21 @@ class CheckpointSaved(Value):
 
     type: Literal["saved"] = "saved"
     step: int
+
+
+class Join(Value):
+    """The first message of a rank that the trainable's own launcher has started."""
+
+    type: Literal["join"] = "join"
+    rank: Rank
+    pid: int
+
+
+class Refused(Value):
+    """The answer to a `Join` that cannot be."""
+
+    type: Literal["refused"] = "refused"
+    why: Message
 
 
 class SaveFailed(Value):
@@ -260,9 +279,9 @@ class Broke(Value):
 
 
 _ToTrial: TypeAlias = (
-    Surroundings | Preload | Start | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave | Directive
+    Surroundings | Preload | Start | Refused | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave | Directive
 )
-_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | Part | Directive | TrialEnded | Broke
+_FromTrial: TypeAlias = Join | MilestoneReached | TrainableLoaded | StepDone | Part | Directive | TrialEnded | Broke
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)

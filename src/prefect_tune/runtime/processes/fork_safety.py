@@ -26,7 +26,8 @@ from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.processes.group_signals import handlers_in_fork
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
-from prefect_tune.runtime.processes.trial_process import forks_end, remember_source, text_of
+from prefect_tune.runtime.processes.trial_process import forks_end, remember_source
+from prefect_tune.runtime.trial_errors import text_of
 
 # Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}

@@ -8,10 +8,8 @@ gone.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -24,14 +22,12 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, cast
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_session import session_of
 from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
-from prefect_tune.runtime.message_stream import MalformedMessage, SupervisorConnection
+from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
@@ -46,13 +42,9 @@ from prefect_tune.runtime.processes.process_reset import (
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_saves, require_trainable_class
+from prefect_tune.runtime.trial_errors import NotLoaded, broke
 
-_LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
-
-
-class _NotLoaded(Exception):
-    """The trainable could not be imported: another attempt would fail too."""
 
 
 class _Declined(Exception):
@@ -183,7 +175,7 @@ class _Attempts:
         except _Declined:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
-            ended = _broke(error)
+            ended = broke(error)
         self._send_end(ended)
         if not isinstance(ended, TrialEnded) or not ended.waits:
             return False
@@ -207,7 +199,7 @@ class _Attempts:
         self._session = session
         enter(session, whole_process=self._whole_process)
         if self._whole_process:
-            claim_process(start.trial)
+            claim_process(start)
             offer_to_spawned(start.trainable)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
@@ -253,13 +245,12 @@ class _Attempts:
 
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
-    os.environ.update(start.rank.variables)
     try:
         with forks_end():
             trainable = kept or _loaded(start)
         stopper = cast("Stopper", load_named(start.stopper))
     except Exception as error:
-        raise _NotLoaded(f"{type(error).__name__}: {error}") from error
+        raise NotLoaded(f"{type(error).__name__}: {error}") from error
     return session_of(connection, start, stopper), trainable
 
 
@@ -327,39 +318,6 @@ def _code(trainable: type | TrainFunction) -> str:
         return ""
 
 
-def _broke(error: BaseException) -> Broke:
-    cause = _cause(error)
-    if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
-        return Broke(cause=cause, message=str(error), traceback="")
-    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
-    return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
-
-
-def _advice(error: BaseException) -> str:
-    """Return what to do about errors that are due to the process in which a trial runs; empty for others."""
-    if type(error).__qualname__ == "BdbQuit":
-        return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
-    if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
-        return ". Move what the script or notebook defines to a module, which each process can import"
-    return ""
-
-
-def _traceback_of_trainable(error: BaseException) -> str:
-    """Return the traceback without the frames that lead to the trainable; all of it if none is the trainable's."""
-    first = error.__traceback__
-    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
-        first = first.tb_next
-    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's text, also if its `__str__` raises."""
-    try:
-        return str(error)
-    except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
-        return f"(its text is not available: str() raised {type(unsayable).__name__})"
-
-
 def _be_quiet_when_a_thread_leaves() -> None:
     """Print no traceback when `TrialOver` ends a thread: the attempt's end is reported already."""
     before = threading.excepthook
@@ -369,22 +327,6 @@ def _be_quiet_when_a_thread_leaves() -> None:
             before(arguments)
 
     threading.excepthook = hook
-
-
-def _cause(error: BaseException) -> Cause:
-    match error:
-        case _NotLoaded() | ImportError():
-            return Cause.IMPORT
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
-            return Cause.MACHINE
-        case MemoryError():
-            return Cause.OUT_OF_MEMORY
-        case BadMetric():
-            return Cause.BAD_METRIC
-        case BadStop():
-            return Cause.BAD_STOP
-        case _:
-            return Cause.USER
 
 
 def _die_with_supervisor(lifeline_fd: int) -> None:

@@ -1,0 +1,68 @@
+"""What an exception of a trainable means: the message that ends its attempt, with cause, advice and traceback."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import traceback
+
+from prefect_tune.core.errors import BadMetric, BadStop
+from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.runtime.message_stream import MalformedMessage
+
+_LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
+
+
+class NotLoaded(Exception):
+    """The trainable could not be imported: another attempt would fail too."""
+
+
+def broke(error: BaseException) -> Broke:
+    """Return the message of a process in which `error` was raised."""
+    cause = _cause(error)
+    if isinstance(error, BadStop):  # not the trainable's error, whose traceback would lead away from `stop`
+        return Broke(cause=cause, message=str(error), traceback="")
+    message = str(error) if isinstance(error, NotLoaded) else f"{type(error).__name__}: {text_of(error)}"
+    return Broke(cause=cause, message=message + _advice(error), traceback=_traceback_of_trainable(error))
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about errors that are due to the process in which a trial runs; empty for others."""
+    if type(error).__qualname__ == "BdbQuit":
+        return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
+    if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
+        return ". Move what the script or notebook defines to a module, which each process can import"
+    return ""
+
+
+def _traceback_of_trainable(error: BaseException) -> str:
+    """Return the traceback without the frames that lead to the trainable; all of it if none is the trainable's."""
+    first = error.__traceback__
+    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_LEADS_TO_TRAINABLE):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
+        return f"(its text is not available: str() raised {type(unsayable).__name__})"
+
+
+def _cause(error: BaseException) -> Cause:
+    match error:
+        case NotLoaded() | ImportError():
+            return Cause.IMPORT
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
+            return Cause.MACHINE
+        case MemoryError():
+            return Cause.OUT_OF_MEMORY
+        case BadMetric():
+            return Cause.BAD_METRIC
+        case BadStop():
+            return Cause.BAD_STOP
+        case _:
+            return Cause.USER
