@@ -18,7 +18,7 @@ import prefect_tune as pt
 from prefect_tune.attempt.group_saves import GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.testing import without_server
-from tests.trainables.grouped import Sharded, napping, sharded
+from tests.trainables.grouped import Sharded, launches, napping, runs_programs, sharded
 
 supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
 
@@ -162,3 +162,47 @@ def test_ranks_need_processes() -> None:
         pt.durable_trainable(Sharded, target="./runs", isolation="thread", processes_per_trial=2)
     with pytest.raises(pt.InvalidInput, match="processes_per_trial"):
         pt.durable_trainable(Sharded, target="./runs", processes_per_trial=0)
+
+
+# -------------------------------------------------------------------------- ranks that the trainable's launcher starts
+
+
+def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialResult:
+    return pt.durable_trainable(trainable, config, target=str(target), experiment="e", stop={"step": STEPS})
+
+
+@pytest.mark.parametrize(
+    ("trainable", "config"),
+    [
+        (launches, {"by": "spawn"}),
+        (launches, {"by": "fork"}),
+        (launches, {"by": "fork", "rank": 0, "does": "join late"}),
+        (launches, {"by": "fork", "rank": 1, "does": "join late"}),
+        (runs_programs, {}),
+    ],
+    ids=["spawned", "forked", "rank 0 comes last", "rank 1 comes last", "programs"],
+)
+def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
+    trainable: Any, config: dict[str, Any], tmp_path: Path
+) -> None:
+    result = launched(tmp_path, trainable, config)
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
+    assert states(result) == undisturbed()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(rank: int, tmp_path: Path) -> None:
+    result = launched(tmp_path, launches, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+    assert states(result) == undisturbed()
+
+
+@pytest.mark.parametrize("trainable", [launches, runs_programs])
+def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
+        launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
+
+
+def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial has another process of it already"):
+        launched(tmp_path, "tests.trainables.grouped:joins_twice", {})

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,7 +104,19 @@ def patient(_config: dict[str, Any]) -> None:
 
 def _rank_of_launcher(rank: int, world_size: int, config: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if config.get("does") == "join late" and config["rank"] == rank:
+        time.sleep(1)
     sharded(config)
+
+
+def runs_programs(config: dict[str, Any]) -> None:
+    """Start two ranks as torchrun does: as programs, which find all in their environment."""
+    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
+    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **each}) for each in variables]
+    failed = [each for each in ranks if each.wait()]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of 2 ranks failed")
 
 
 def launches(config: dict[str, Any]) -> None:
@@ -120,3 +134,18 @@ def launches(config: dict[str, Any]) -> None:
         each.join()
         if each.exitcode:
             raise RuntimeError(f"process {rank} ended with exit code {each.exitcode}")
+
+
+def _report_as_rank_0() -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    pt.get_trial()
+    time.sleep(60)
+
+
+def joins_twice(_config: dict[str, Any]) -> None:
+    """Start two processes that are both rank 0."""
+    first = multiprocessing.get_context("fork").Process(target=_report_as_rank_0)
+    first.start()
+    time.sleep(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    pt.get_trial()

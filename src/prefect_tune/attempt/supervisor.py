@@ -47,8 +47,9 @@ _KILLS_PERIOD = timedelta(seconds=1)
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
 """How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
-_DIED, _BROKE, _BROKE_LATER, _ENDED_EARLY = range(4)
-"""What causes what: the death of a rank makes others raise, and those their launcher."""
+_DIED, _FAILED, _ENDED_EARLY = range(3)
+"""What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
+first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause."""
 _OTHERS_END_WITHIN = timedelta(seconds=20)
 """How long the other ranks have to end after rank 0."""
 
@@ -72,7 +73,7 @@ class _Supervisor:
         self._link = link
         self._log = log
         self._failures: list[tuple[int, Failed]] = []
-        """Each with its place in the order of what causes what."""
+        """In the order in which they arrived, each with its place among what causes what."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._ends_until: Deadline | None = None
@@ -156,7 +157,7 @@ class _Supervisor:
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
             return self._end_with(self._ended(message)) if decides else self._waited_enough()
         why = f"{self._named(rank)}{message.message}\n{message.traceback}".rstrip()
-        return self._fail(self._failed(message.cause, why), _BROKE_LATER if rank == OWN else _BROKE)
+        return self._fail(self._failed(message.cause, why), _FAILED)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
@@ -168,13 +169,13 @@ class _Supervisor:
         self._ended_ranks.add(ended.rank)
         if not ended.is_gone:
             return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
-        return self._fail(self._died(ended.rank), _DIED)
+        return self._fail(self._died(ended.rank), _FAILED if self._group.is_launched else _DIED)
 
-    def _fail(self, failed: Failed, causes: int) -> Outcome | None:
-        """Return the failure, once those that may have caused it are known."""
+    def _fail(self, failed: Failed, place: int) -> Outcome | None:
+        """Return the failure, once those that may have caused it are known; `place` is among what causes what."""
         if self._end is None:
             self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN)
-            self._failures.append((causes, failed))
+            self._failures.append((place, failed))
         return self._waited_enough()
 
     def _named(self, rank: int) -> str:

@@ -386,10 +386,10 @@ class _PooledChannel(TrialChannel):
 
     def _note_wait(self, message: FromTrial | None, had_begun: bool) -> None:  # noqa: FBT001 - of one call
         """Log how long the trial has not come to its first report; replace a process that has not even begun."""
-        if self.has_begun and not had_begun:
-            self._waits = WaitLog(self._request.log, f"importing {self._request.kind}, or in its setup")
-        elif isinstance(message, TrainableLoaded):
+        if isinstance(message, TrainableLoaded):
             self._waits = WaitLog(self._request.log, _NO_REPORT, _FIRST_REPORT)
+        elif self.has_begun and not had_begun:
+            self._waits = WaitLog(self._request.log, f"importing {self._request.kind}, or in its setup")
         elif message is not None:
             self._waits = None
         elif not self.has_begun and self._begins is not None and self._begins.remaining_seconds <= 0:

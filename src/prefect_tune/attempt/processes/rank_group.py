@@ -54,8 +54,14 @@ class RankGroup:
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
         self._joins = joins
+        self._for_later: list[ToTrial] = []
         self.world_size = len(channels)
         """The number of ranks."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher in the trial has started the ranks."""
+        return OWN in self._channels
 
     @property
     def open_ranks(self) -> frozenset[int]:
@@ -67,10 +73,12 @@ class RankGroup:
         self._channels[0 if 0 in self._channels else OWN].tell(message)
 
     def tell_others(self, message: ToTrial) -> None:
-        """Send a message to all ranks but the first."""
-        for rank, each in [*self._channels.items()]:
-            if rank > 0:
-                each.tell(message)
+        """Send a message to all ranks but the first, also to those that join later."""
+        ranks = [each for each in self._channels if each > 0]
+        for rank in ranks:
+            self._channels[rank].tell(message)
+        if len(ranks) < self.world_size - 1:
+            self._for_later.append(message)
 
     def receive(self, patience: timedelta) -> tuple[int, FromTrial] | None:
         """Return the next message with its rank; None if none arrives within `patience`. A `Join` was answered.
@@ -105,7 +113,8 @@ class RankGroup:
             channel.tell(Refused(why=f"rank {rank.rank} of {rank.world_size}: this trial has {found} already"))
             return None
         self._channels[rank.rank] = self._open[rank.rank] = channel
-        channel.tell(start.model_copy(update={"rank": rank}))
+        for message in (start.model_copy(update={"rank": rank}), *(self._for_later if rank.rank else ())):
+            channel.tell(message)
         return rank.rank, join
 
     def leave(self, rank: int) -> None:
