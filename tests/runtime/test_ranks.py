@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime import ranks
-from prefect_tune.runtime.ranks import _audit, require_first_rank, started_by
+from prefect_tune.runtime.ranks import _audit, rank_here, started_by
 
 
 @pytest.fixture(autouse=True)
@@ -22,34 +22,29 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "rank"),
+    ("variables", "expected"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, 1),
-        ({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, 3),
-        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 2),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, None),
-        ({"RANK": "1"}, None),
-        ({"LOCAL_RANK": "0"}, None),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, None),
-        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0)),
+        ({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3)),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, (2, 4, 0)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (0, 2, 0)),
+        ({"RANK": "1"}, (1, 1, 0)),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, (0, 2, 0)),
+        ({}, (0, 1, 0)),
     ],
 )
-def test_only_the_first_rank_of_the_environment_reports(
-    monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], rank: int | None
+def test_a_launchers_variables_say_which_rank_this_is(
+    monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], expected: tuple[int, int, int]
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if rank is None:
-        require_first_rank("pt.report")
-    else:
-        with pytest.raises(InvalidInput, match=rf"pt\.report: expected rank 0, found rank {rank} of .*devices=1"):
-            require_first_rank("pt.report")
+    found = rank_here()
+    assert (found.rank, found.world_size, found.local_rank) == expected
 
 
-@pytest.mark.parametrize(("rank", "size", "is_refused"), [(0, 2, False), (1, 2, True), (0, 1, False)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
 def test_what_torch_says_of_ranks_comes_before_the_environment(
-    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, is_refused: bool
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int
 ) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -60,11 +55,7 @@ def test_what_torch_says_of_ranks_comes_before_the_environment(
         get_world_size=lambda: size,
     )
     monkeypatch.setitem(sys.modules, "torch.distributed", torchs)  # type: ignore[arg-type]  # it has what is asked for
-    if is_refused:
-        with pytest.raises(InvalidInput, match="found rank 1 of 2"):
-            require_first_rank("pt.report")
-    else:
-        require_first_rank("pt.report")
+    assert (rank_here().rank, rank_here().world_size) == (rank, size)
 
 
 def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
