@@ -25,10 +25,10 @@ FOLDER_FILES = 15
 FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
-PACKAGE_LINES = 54800  # 344 of them for the generation of an experiment, 1540 for the drill, 850 for the audit
-PACKAGE_FILES = 289  # 11 of them for the drill, 2 for the audit
+PACKAGE_LINES = 55750  # 344 of them for the generation of an experiment, 1540 the drill, 850 the audit, 950 ranks
+PACKAGE_FILES = 294  # 11 of them for the drill, 2 for the audit, 5 for ranks
 IMPORT_LINES = 0.095  # of all lines of the package
-ONE_IMPORTER = 38  # modules that one other module imports, and that are no command, flow, logger or integration
+ONE_IMPORTER = 39  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""
 SHORTEST_FILE_LINES = 30
 SHORT_BY_RIGHT = {

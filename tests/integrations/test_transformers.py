@@ -12,8 +12,8 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
-from tests.integrations import several_ranks
 from tests.integrations.examples import Example
+from tests.integrations.ranks import several_ranks
 from tests.integrations.states import flat
 
 pytestmark = pytest.mark.integrations

@@ -56,8 +56,8 @@ def sharded(config: dict[str, Any]) -> None:
     model = Sharded()
     model.setup(config)
     if (checkpoint := pt.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as directory:
-            model.load_checkpoint(directory)
+        with checkpoint.as_directory() as restored:
+            model.load_checkpoint(restored)
     while True:
         metrics = model.step()
         directory = pt.get_trial().new_checkpoint_dir()
@@ -90,9 +90,9 @@ def patient(_config: dict[str, Any]) -> None:
     trial = pt.get_trial()
     at = 0
     if (checkpoint := pt.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as directory:
-            at = int(Path(directory, f"rank-{trial.rank}").read_text())
-            assert {each.name for each in Path(directory).iterdir()} == {"rank-0", "rank-1"}
+        with checkpoint.as_directory() as restored:
+            at = int(Path(restored, f"rank-{trial.rank}").read_text())
+            assert {each.name for each in Path(restored).iterdir()} == {"rank-0", "rank-1"}
     while True:
         time.sleep(0.02 * (1 + trial.rank))
         at += 1

@@ -181,7 +181,8 @@ class _Joins:
 
     def close(self) -> None:
         """Close the socket, and the connections of all ranks."""
-        for each in (self.socket, *self._arriving, *self._taken_in):
+        self.socket.close()
+        for each in (*self._arriving, *self._taken_in):
             each.close()
 
 
