@@ -43,7 +43,8 @@ def train(config: dict[str, Any]) -> None:
     data = torch.utils.data.TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=pt.get_trial().world_size,  # with processes_per_trial=2 Lightning's DDP trains on two
+        use_distributed_sampler=False,  # ResumableLoader divides the data
         max_steps=54,
         callbacks=[TuneReportCheckpointCallback("loss", every_steps=3)],
         default_root_dir=tempfile.mkdtemp(),

@@ -62,3 +62,33 @@ def test_a_loader_goes_on_with_the_batches_that_come_next(batches_done: int) -> 
     begun = list(islice(batches(first), batches_done))
     second.load_state_dict(first.state_dict())
     assert begun + list(islice(batches(second), 12 - batches_done)) == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [5, 40, 41])
+def test_ranks_divide_an_epoch_and_another_number_of_them_goes_on_with_what_none_has_had(
+    size: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect_tune.integrations import torch as integration
+
+    def next_batch(rank: int, ranks: int, place: Mapping[str, int]) -> tuple[list[int], Mapping[str, int]]:
+        monkeypatch.setattr(integration, "_rank_and_world_size", lambda: (rank, ranks))
+        loader = integration.ResumableLoader(list(range(size)), 3, drop_last=drop_last)
+        loader.load_state_dict(place)
+        return next(iter(loader)).tolist(), loader.state_dict()
+
+    seen: dict[int, list[int]] = {}
+    place: Mapping[str, int] = {"epoch": 0, "examples_done": 0}
+    for ranks in (2, 4, 1, 3, 2, 2, 4, *[1] * 8):
+        if drop_last and size < 3 * ranks:
+            continue
+        drawn = [next_batch(rank, ranks, place) for rank in range(ranks)]
+        (place,) = {tuple(after.items()): after for _, after in drawn}.values()
+        assert all(batch for batch, _ in drawn)
+        epoch = place["epoch"] - (place["examples_done"] == 0)
+        seen.setdefault(epoch, []).extend(example for batch, _ in drawn for example in batch)
+    assert place["epoch"] > 0
+    for epoch in range(place["epoch"]):
+        again = len(seen[epoch]) - len(set(seen[epoch]))
+        assert again == 0 if drop_last else again < 4
+        assert drop_last or set(seen[epoch]) == set(range(size))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from prefect_tune.core.errors import BadMetric
-from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, report_step
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.runtime.ranks import START_RANKS
+from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, get_trial, report_step
 
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
@@ -37,6 +38,21 @@ def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None]) ->
     except TrialOver:
         return False
     return True
+
+
+def require_ranks(framework: str, world_size: int) -> int:
+    """Return the rank of this process.
+
+    Raises:
+        InvalidInput: the framework trains with another number of processes than the trial.
+    """
+    trial = get_trial()
+    if trial.world_size != world_size:
+        raise InvalidInput(
+            f"{framework}: expected {trial.world_size} process{'' if trial.world_size == 1 else 'es'}, as the trial "
+            f"has, found {world_size}. {START_RANKS}"
+        )
+    return trial.rank
 
 
 def restored_directory() -> Path | None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
-from prefect_tune.runtime.ranks import ONE_PROCESS
+from prefect_tune.integrations.common import (
+    MetricNames,
+    chosen,
+    goes_on_after,
+    missing,
+    require_ranks,
+    restored_directory,
+)
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
+    import torch
     from lightning.pytorch import Callback
 except ModuleNotFoundError as error:
     raise missing(error, "lightning", "lightning", "torch") from error
@@ -22,6 +28,7 @@ from prefect_tune.integrations.torch import random_state, set_random_state
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
 
 _FILE = "checkpoint.ckpt"
+_RANK_FILE = "random-{}.pt"
 
 
 def restored_checkpoint() -> str | None:
@@ -40,7 +47,8 @@ class TuneReportCheckpointCallback(Callback):
 
     The state is Lightning's own, and the random generators, which Lightning does not keep. The data has to continue
     where it was: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Averages
-    over an epoch of what was logged with `on_epoch=True` count the batches since a resume. One device a trial.
+    over an epoch of what was logged with `on_epoch=True` count the batches since a resume. With `processes_per_trial`,
+    pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
@@ -53,14 +61,7 @@ class TuneReportCheckpointCallback(Callback):
         self._every_steps = every_steps
         self._restored: Mapping[str, Any] | None = None
         self._reported_step = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse pickling for a spawned process: a strategy would start several ranks."""
-        if get_spawning_popen() is not None:
-            raise InvalidInput(
-                f"Trainer(strategy=...): expected no other process, found one being spawned. {ONE_PROCESS}"
-            )
-        return self.__dict__
+        self._rank = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"random": random_state(), "reported_step": self._reported_step}
@@ -69,10 +70,9 @@ class TuneReportCheckpointCallback(Callback):
         self._restored, self._reported_step = state_dict["random"], state_dict["reported_step"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse several ranks, in each of them, before anything is trained."""
+        """Refuse another number of processes than the trial's, in each of them, before anything is trained."""
         del pl_module, stage
-        if trainer.world_size != 1:
-            raise InvalidInput(f"Trainer: expected one process for a trial, found {trainer.world_size}. {ONE_PROCESS}")
+        self._rank = require_ranks("Trainer", trainer.world_size)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
@@ -80,7 +80,7 @@ class TuneReportCheckpointCallback(Callback):
         if restored_checkpoint() is not None and self._restored is None:
             raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial resumes from a checkpoint")
         if self._restored is not None:  # the iterator of the data is made, and its first batch not yet drawn
-            set_random_state(self._restored)
+            set_random_state(self._restored if self._rank == 0 else _random_state_of(self._rank, self._restored))
             self._restored = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -96,17 +96,25 @@ class TuneReportCheckpointCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
-        save_last_step(lambda directory: _save(trainer, directory))
+        save_last_step(lambda directory: self._save(trainer, directory))
 
     def _report(self, trainer: Any) -> None:
         self._reported_step = trainer.global_step
-        metrics = chosen(trainer.callback_metrics, self._metrics)
-        if not goes_on_after(metrics, lambda directory: _save(trainer, directory)):
+        metrics = {} if self._rank else chosen(trainer.callback_metrics, self._metrics)  # those of rank 0 count
+        if not goes_on_after(metrics, lambda directory: self._save(trainer, directory)):
             trainer.should_stop = True
 
+    def _save(self, trainer: Any, directory: str) -> None:
+        """Save on all ranks: Lightning gathers what rank 0 writes, and each rank has its own random generators."""
+        trainer.save_checkpoint(Path(directory, _FILE))
+        if self._rank:
+            torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
 
-def _save(trainer: Any, directory: str) -> None:
-    trainer.save_checkpoint(Path(directory, _FILE))
+
+def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what this rank saved; that of rank 0 if the checkpoint is one of fewer ranks."""
+    path = Path(restored_directory() or "", _RANK_FILE.format(rank))
+    return torch.load(path, weights_only=True) if path.exists() else of_first  # type: ignore[no-any-return]
 
 
 def _require_exact(trainer: Any) -> None:

@@ -96,9 +96,13 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     The order of epoch n depends only on `seed` and n. Each `for` over it yields the rest of the current epoch; a
     yielded batch counts as trained. Lightning saves and restores it by itself.
 
+    The ranks of `torch.distributed` divide each `batch_size * world size` examples among them, and may be more or fewer
+    after a resume: the epoch goes on with the examples that no rank has had. Where the last examples of an epoch are
+    fewer than the ranks, some are in two batches. (Lightning: `Trainer(use_distributed_sampler=False)`.)
+
     Args:
         dataset: with a length.
-        batch_size: examples a batch.
+        batch_size: examples a batch, on each rank.
         seed: of the order.
         options: everything else that a `DataLoader` takes, but no sampler.
     """
@@ -110,37 +114,67 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(dataset, batch_sampler=self._order, **options)
 
     def __iter__(self) -> Iterator[Any]:
+        self._order.leave_ended_epoch()
         for batch in super().__iter__():
-            self._order.batches_done += 1
-            if self._order.batches_done == len(self):
-                self._order.start_epoch(self._order.epoch + 1)
+            self._order.examples_done += self._order.examples_each
+            self._order.leave_ended_epoch()
             yield batch
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled for a spawned process, which cannot receive a generator (PyTorch 2.13)."""
+        made = self.generator
+        return self.__dict__ | {"generator": None if made is None else made.get_state().numpy().tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = state["generator"]
+        if made is not None:
+            state["generator"] = torch.Generator()
+            state["generator"].set_state(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+        self.__dict__.update(state)
+
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the data."""
-        return {"epoch": self._order.epoch, "batches_done": self._order.batches_done}
+        """Return the place in the data, which is the same on all ranks."""
+        return {"epoch": self._order.epoch, "examples_done": self._order.examples_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue at that place."""
-        self._order.start_epoch(state_dict["epoch"])
-        self._order.batches_done = state_dict["batches_done"]
+        self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
 
 
 class _Order:
-    """Batches of indexes: those of this epoch that are not done."""
+    """Batches of indexes: those of this epoch that are not done, of this rank."""
 
     def __init__(self, size: int, batch_size: int, seed: int, *, drop_last: bool) -> None:
-        self._size, self._batch_size, self._seed = size, batch_size, seed
-        self._count = size // batch_size if drop_last else -(-size // batch_size)
-        self.start_epoch(0)
+        self._size, self._batch_size, self._seed, self._drop_last = size, batch_size, seed, drop_last
+        self.epoch = self.examples_done = 0
 
-    def start_epoch(self, epoch: int) -> None:
-        self.epoch, self.batches_done = epoch, 0
+    @property
+    def examples_each(self) -> int:
+        """The examples in a batch of all ranks."""
+        return self._batch_size * _rank_and_world_size()[1]
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._places(0))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
-        for place in range(self.batches_done, self._count):
-            yield order[place * self._batch_size : (place + 1) * self._batch_size].tolist()
+        rank, world_size = _rank_and_world_size()
+        for place in self._places(self.examples_done):
+            batch = order[place : place + self._batch_size * world_size]
+            yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
+
+    def leave_ended_epoch(self) -> None:
+        """Begin the next epoch if nothing is left of this one: other ranks may have read fewer examples at a time."""
+        if self.examples_done and not self._places(self.examples_done):
+            self.epoch, self.examples_done = self.epoch + 1, 0
+
+    def _places(self, begin: int) -> range:
+        """Return where the rest of an epoch's batches begin."""
+        return range(begin, self._size - (self.examples_each - 1 if self._drop_last else 0), self.examples_each)
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

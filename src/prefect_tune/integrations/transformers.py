@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
-from prefect_tune.runtime.ranks import ONE_PROCESS
+from prefect_tune.integrations.common import (
+    MetricNames,
+    chosen,
+    goes_on_after,
+    missing,
+    require_ranks,
+    restored_directory,
+)
 
 try:
     from transformers import TrainerCallback
@@ -17,6 +24,8 @@ except ModuleNotFoundError as error:
     raise missing(error, "transformers") from error
 
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
+
+_RANDOM_STATE = re.compile(r"rng_state_\d+\.pth")
 
 
 def restored_checkpoint() -> str | None:
@@ -36,9 +45,9 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
     the random states and skips the batches that were trained. Its weights and states are read without running code
-    (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
-    `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
-    moved to the target.
+    (the file `training_args.bin` is a pickle that nothing here reads). With other `save_strategy` than `"no"` the
+    Trainer also saves for itself, into `output_dir`; a checkpoint that both want is moved to the target. Several
+    processes are those of `processes_per_trial`.
 
     Args:
         metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
@@ -51,12 +60,12 @@ class TuneReportCheckpointCallback(TrainerCallback):
         self._metrics: dict[str, object] = {}
         self._asked_at: int | None = None
         self._over = False
+        self._rank = 0
+        self._alone = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
-        if args.world_size != 1:
-            found = args.world_size
-            raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {found}. {ONE_PROCESS}")
+        self._rank, self._alone = require_ranks("Trainer", args.world_size), args.world_size == 1
         if args.load_best_model_at_end:
             raise InvalidInput(
                 "TrainingArguments(load_best_model_at_end=True): set it to False, since the Trainer's checkpoints are "
@@ -95,8 +104,9 @@ class TuneReportCheckpointCallback(TrainerCallback):
             return
         self._asked_at = None
         saved = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        metrics = {**chosen(self._metrics, self._wanted), "should_checkpoint": True}
-        self._over = not goes_on_after(metrics, lambda directory: _move(saved, Path(directory)))
+        # The metrics of rank 0 count, and only it has them.
+        metrics = {} if self._rank else {**chosen(self._metrics, self._wanted), "should_checkpoint": True}
+        self._over = not goes_on_after(metrics, lambda directory: self._move(saved, Path(directory)))
         control.should_training_stop = control.should_training_stop or self._over
 
     def _ask(self, state: Any, control: Any) -> None:
@@ -105,8 +115,11 @@ class TuneReportCheckpointCallback(TrainerCallback):
             control.should_log = control.should_save = True
             self._asked_at = state.global_step
 
-
-def _move(saved: Path, directory: Path) -> None:
-    for each in sorted(saved.iterdir()):
-        shutil.move(each, directory / each.name)
-    saved.rmdir()
+    def _move(self, saved: Path, directory: Path) -> None:
+        """Move what this rank saved; `output_dir` may be one folder for all ranks, or one for each."""
+        own = f"rng_state_{self._rank}.pth"
+        for each in sorted(saved.iterdir()):
+            if each.name == own or (self._rank == 0 and not _RANDOM_STATE.fullmatch(each.name)):
+                shutil.move(each, directory / each.name)
+        if self._alone:
+            saved.rmdir()

@@ -20,11 +20,11 @@ _MAIN_MODULES: Final = frozenset(
 )
 PROGRAM: Final = sys.modules["__main__"]
 """The main module that this process was started with; that of a trial is replaced by what its script defines."""
-ONE_PROCESS: Final = (
-    "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
-    "one process), and run more trials side by side instead"
+START_RANKS: Final = (
+    "To train a trial with N processes, pass processes_per_trial=N to pt.tune or pt.durable_trainable, and N devices "
+    "to the framework (Lightning: Trainer(devices=pt.get_trial().world_size)); for one process, devices=1"
 )
-"""Advice for errors of frameworks that are configured for several processes."""
+"""Advice for errors of frameworks that train with another number of processes than the trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         if isinstance(command, list | tuple) and _is_this_program(command):
             raise InvalidInput(
                 f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
-                f"launcher of ranks starts it. {ONE_PROCESS}"
+                f"launcher of ranks starts it. {START_RANKS}"
             )
 
 

@@ -25,6 +25,7 @@ def trainer(config: Mapping[str, Any]) -> None:
         accelerator="cpu",
         devices=2,
         strategy=config["strategy"],
+        use_distributed_sampler=not callbacks,
         max_steps=4,
         callbacks=callbacks,
         default_root_dir=tempfile.mkdtemp(),
@@ -44,7 +45,8 @@ def fabric(_config: Mapping[str, Any]) -> None:
 
 
 def _rank() -> None:
-    pt.report({"loss": 1.0})
+    for _ in range(4):
+        pt.report({"loss": 1.0})
 
 
 def launches_ranks(_config: Mapping[str, Any]) -> None:

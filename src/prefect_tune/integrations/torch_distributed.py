@@ -1,0 +1,379 @@
+"""Read and write a trial's checkpoint with `torch.distributed.checkpoint`; its metadata is JSON, and runs no code.
+
+    rank 0: dcp.save ──► shard-0.bin, checkpoint.json ─┐
+    rank 1: dcp.save ──► shard-1.bin                   ├──► pt.report, or save_checkpoint ──► one commit
+                                                      ─┘
+    any number of ranks: dcp.load ◄── the bytes that each needs ◄── the directory, or the checkpoint on its target
+
+Each rank writes into its own directory, so nothing is overwritten, and a dead rank leaves no checkpoint behind. The
+commit is that of a trial's ranks; this module only lays out the files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
+from prefect_tune.integrations.common import missing
+from prefect_tune.runtime.checkpoint import Checkpoint
+
+try:
+    import torch
+    from torch.distributed._shard._utils import narrow_tensor_by_index
+    from torch.distributed.checkpoint import StorageReader, StorageWriter
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
+except ModuleNotFoundError as error:
+    raise missing(error, "torch", "torch") from error
+
+__all__ = ["CheckpointReader", "CheckpointWriter"]
+
+_METADATA = "checkpoint.json"
+_SHARD = "shard-{}.bin"
+_ALIGNED_BYTES = 64
+_Number: TypeAlias = Annotated[int, Field(ge=0)]
+_Sizes: TypeAlias = tuple[_Number, ...]
+_Path: TypeAlias = tuple[str | int, ...]
+"""Where a value is in a state dict of dicts and lists."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Bytes(_Model):
+    """Where bytes are."""
+
+    file: Annotated[str, Field(pattern=r"^shard-\d+\.bin$")]
+    start: _Number
+    length: _Number
+
+
+class _Chunk(_Bytes):
+    """Where a part of a tensor is: in row-major order, of the machine's byte order, which is little-endian."""
+
+    offsets: _Sizes
+    sizes: _Sizes
+
+
+class _Tensor(_Model):
+    dtype: str
+    """Its name in PyTorch, such as `bfloat16`."""
+    sizes: _Sizes
+    requires_grad: bool
+    chunks: list[_Chunk]
+
+
+class _Document(_Model):
+    """The file `checkpoint.json`."""
+
+    format: Literal["prefect-tune/torch-distributed"] = "prefect-tune/torch-distributed"
+    version: Literal[1] = 1
+    tensors: dict[str, _Tensor]
+    """By name."""
+    objects: dict[str, _Bytes]
+    """What is no tensor, as `torch.save` writes it, by name."""
+    paths: dict[str, _Path] | None
+    """Where each name was in the state dict before it was flattened; None if it was not."""
+
+
+class CheckpointWriter(StorageWriter):
+    """Write a state dict into a directory of the trial, with `dcp.save` or `dcp.async_save`, on all ranks.
+
+    ```python
+    def save_checkpoint(self, checkpoint_dir):
+        dcp.save(self.state(), storage_writer=CheckpointWriter(checkpoint_dir))
+    ```
+
+    Of a tensor that several ranks have, one writes it. Values that are no tensors must be such that `torch.load` reads
+    them with `weights_only=True`. Report a directory of `dcp.async_save` once its future is done.
+
+    Args:
+        directory: of this rank: what `save_checkpoint` gets, or `pt.get_trial().new_checkpoint_dir()`.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__()
+        self._directory = Path(directory)
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        self._directory = Path(str(checkpoint_id)) if checkpoint_id else self._directory
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
+        del is_coordinator, args, kwargs
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return [replace(plan, storage_data=_SHARD.format(number)) for number, plan in enumerate(plans)]
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        """Write what this rank has into one file.
+
+        Raises:
+            InvalidInput: a tensor is sparse or quantized, or `torch.load` refuses a value with `weights_only=True`.
+        """
+        written = []
+        with Path(self._directory, plan.storage_data).open("wb") as file:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                file.write(bytes(-file.tell() % _ALIGNED_BYTES))
+                start = file.tell()
+                is_object = item.type is WriteItemType.BYTE_IO
+                file.write(_loadable(item.index.fqn, data) if is_object else _bytes_of(item.index.fqn, data))
+                place = (plan.storage_data, start, file.tell() - start)
+                written.append(WriteResult(item.index, place[2], place))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what is where.
+
+        Raises:
+            InvalidInput: the planner keeps data of its own.
+        """
+        places = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        tensors, objects = {}, {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                tensors[name] = _Tensor(
+                    dtype=str(stored.properties.dtype).removeprefix("torch."),
+                    sizes=tuple(stored.size),
+                    requires_grad=stored.properties.requires_grad,
+                    chunks=[
+                        _Chunk(
+                            **_named(places[MetadataIndex(name, each.offsets)]),
+                            offsets=tuple(each.offsets),
+                            sizes=tuple(each.sizes),
+                        )
+                        for each in stored.chunks
+                    ],
+                )
+            else:
+                objects[name] = _Bytes(**_named(places[MetadataIndex(name)]))
+        document = _Document(tensors=tensors, objects=objects, paths=_paths(metadata.planner_data))
+        Path(self._directory, _METADATA).write_text(document.model_dump_json())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Return whether it is a path."""
+        return isinstance(checkpoint_id, str | Path)
+
+
+class CheckpointReader(StorageReader):
+    """Read with `dcp.load` what `CheckpointWriter` wrote, on any number of ranks.
+
+    ```python
+    def load_checkpoint(self, checkpoint_dir):
+        state = self.state()
+        dcp.load(state, storage_reader=CheckpointReader(checkpoint_dir))
+    ```
+
+    Each rank reads the rows that it needs: of a checkpoint on a target, the chunks of 4 MiB that hold them, each
+    verified. Nothing that is read runs code.
+
+    Args:
+        checkpoint: a directory of this machine, or a `pt.Checkpoint`, such as `results.best_checkpoint()`.
+
+    Raises:
+        CheckpointCorrupt: `dcp.load` found no metadata, or none that fits its files.
+    """
+
+    def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._places: Mapping[MetadataIndex, _Bytes] = {}
+        self._dtypes: Mapping[str, torch.dtype] = {}
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        if checkpoint_id:
+            self._checkpoint = str(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **_: Any) -> Metadata:
+        del args
+        try:
+            with self._open(_METADATA) as file:
+                document = _Document.model_validate_json(file.read())
+            return _metadata_of(document)
+        except (OSError, ValidationError, _DoesNotFit) as error:
+            raise CheckpointCorrupt(f"{self._checkpoint}: {_METADATA}: {error}") from error
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 - DCP's
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        del is_coordinator, args, kwargs
+        self._places = metadata.storage_data
+        self._dtypes = {
+            name: stored.properties.dtype
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        """Read what this rank needs, in the order of the files' bytes.
+
+        Raises:
+            CheckpointCorrupt: a file is shorter than the metadata has it, or a value is a pickle that may run code.
+        """
+        wanted = [(self._places[item.storage_index], item) for item in plan.items]
+        wanted.sort(key=lambda each: (each[0].file, each[0].start))
+        for name, group in groupby(wanted, key=lambda each: each[0].file):
+            with self._open(name) as file:
+                for place, item in group:
+                    self._read_item(file, place, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(self, file: IO[bytes], place: _Bytes, item: Any, planner: Any) -> None:
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, _harmless(item.storage_index.fqn, _read(file, place.start, place.length)))
+            return
+        tensor = _rows(
+            file, cast("_Chunk", place), self._dtypes[item.storage_index.fqn], item.storage_offsets, item.lengths
+        )
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+    def _open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        if isinstance(self._checkpoint, Checkpoint):
+            files = cast("Any", self._checkpoint.filesystem)
+            return cast("IO[bytes]", files.open_input_file(f"{self._checkpoint.path}/{name}"))
+        return Path(self._checkpoint, name).open("rb")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Return whether it is a path or a URI."""
+        return isinstance(checkpoint_id, str | Path)
+
+
+class _DoesNotFit(ValueError):
+    """What the metadata says contradicts itself."""
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidInput(f"{name}: expected a dense tensor, found one that is sparse or quantized")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy()
+
+
+def _loadable(name: str, data: io.BytesIO) -> memoryview:
+    try:
+        torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidInput(
+            f"{name}: expected tensors, numbers, text, and dicts and lists of these, found a value that torch.load "
+            f"refuses with weights_only=True: {str(error).partition('. ')[0]}"
+        ) from error
+    return data.getbuffer()
+
+
+def _harmless(name: str, raw: bytearray) -> io.BytesIO:
+    """Return bytes that hold no code: DCP's planner reads them as any pickle."""
+    try:
+        value = torch.load(io.BytesIO(raw), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointCorrupt(f"{name}: its pickle may run code, and was not read") from error
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def _named(place: tuple[str, int, int]) -> dict[str, Any]:
+    return dict(zip(_Bytes.model_fields, place, strict=True))
+
+
+def _paths(planner_data: object) -> dict[str, _Path] | None:
+    if planner_data is None:
+        return None
+    try:
+        return TypeAdapter(dict[str, _Path]).validate_python(planner_data)
+    except ValidationError as error:
+        raise InvalidInput(
+            f"CheckpointWriter: expected DCP's default planner, found another with data: {error}"
+        ) from error
+
+
+def _metadata_of(document: _Document) -> Metadata:
+    stored: dict[str, Any] = {name: BytesStorageMetadata() for name in document.objects}
+    places: dict[MetadataIndex, _Bytes] = {MetadataIndex(name): each for name, each in document.objects.items()}
+    for name, tensor in document.tensors.items():
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise _DoesNotFit(f"{name}: expected a type of tensors, found {tensor.dtype!r}")
+        for chunk in tensor.chunks:
+            _require_fit(name, tensor, chunk, dtype.itemsize)
+            places[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
+        stored[name] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype, requires_grad=tensor.requires_grad),
+            torch.Size(tensor.sizes),
+            [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
+        )
+    return Metadata(stored, planner_data=document.paths, storage_data=places)
+
+
+def _require_fit(name: str, tensor: _Tensor, chunk: _Chunk, item_bytes: int) -> None:
+    is_inside = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes) and all(
+        offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.sizes, strict=True)
+    )
+    if not is_inside or chunk.length != math.prod(chunk.sizes) * item_bytes:
+        raise _DoesNotFit(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
+
+
+def _rows(
+    file: IO[bytes], chunk: _Chunk, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Read a part of a chunk: the rows that it is in, and of them what is asked for."""
+    rest = chunk.sizes[1:]
+    first, count = (offsets[0], sizes[0]) if chunk.sizes else (0, 1)
+    row_bytes = math.prod(rest) * dtype.itemsize
+    raw = _read(file, chunk.start + first * row_bytes, count * row_bytes)
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if not chunk.sizes:
+        return flat.reshape(())
+    return narrow_tensor_by_index(flat.reshape((count, *rest)), (0, *offsets[1:]), sizes)
+
+
+def _read(file: IO[bytes], start: int, length: int) -> bytearray:
+    raw, filled = bytearray(length), 0
+    file.seek(start)
+    while filled < length:
+        read = cast("Any", file).readinto(memoryview(raw)[filled:])
+        if not read:
+            raise CheckpointCorrupt(f"{getattr(file, 'name', 'a shard')}: ends before byte {start + length}")
+        filled += read
+    return raw

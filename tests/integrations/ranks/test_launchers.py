@@ -1,0 +1,51 @@
+"""What frameworks start by themselves: processes that join the trial as ranks, or one clear error before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.testing import without_server
+from tests.integrations.ranks.several_ranks import fabric, launches_ranks, trainer
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
+pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def _without_server() -> Iterator[None]:
+    with without_server():
+        yield
+
+
+def trained(target: Path, trainable: Any, config: dict[str, object] | None = None) -> pt.TrialResult:
+    return pt.durable_trainable(trainable, config or {}, target=str(target), experiment="e")
+
+
+@pytest.mark.parametrize("callback", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_processes_that_lightning_spawns_or_forks_train_the_trial(
+    strategy: str, callback: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    result = trained(tmp_path, trainer, {"strategy": strategy, "callback": callback})
+    assert (result.status, result.step, result.attempts) == ("completed", 4, 1), result
+    assert (result.checkpoint is not None) == callback
+
+
+def test_processes_that_accelerate_starts_train_the_trial(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    result = trained(tmp_path, launches_ranks)
+    assert (result.status, result.step, result.attempts) == ("completed", 4, 1), result
+
+
+@pytest.mark.parametrize("trainable", [trainer, fabric])
+def test_a_launcher_that_starts_the_program_again_is_refused_before_training(trainable: Any, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    with pytest.raises(pt.TrialFailed, match="To train a trial with N processes, pass processes_per_trial=N"):
+        trained(tmp_path, trainable, {"strategy": "ddp", "callback": True})
+    assert pt.load_results(str(tmp_path), "e").trials["trial"].step == 0
