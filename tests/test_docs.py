@@ -45,6 +45,7 @@ INTEGRATIONS = ROOT / "docs" / "integrations.md"
 EVENTS = ROOT / "docs" / "events.md"
 AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
+MANY_PROCESSES = ROOT / "docs" / "many-processes.md"
 WHERE_TRIALS_RUN = ROOT / "docs" / "where-trials-run.md"
 FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
 FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
@@ -72,6 +73,7 @@ TESTED = {
     FROM_RAY_TUNE: {"python"},
     CHECKPOINTS: {"python"},
     INTEGRATIONS: {"python"},
+    MANY_PROCESSES: {"python"},
     MAINTAIN: {"python", "bash"},
     # By tests/test_recipes.py:
     RECIPES / "object-stores.md": {"python", "bash", "json"},
@@ -91,6 +93,7 @@ TESTED = {
 every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
+    (MANY_PROCESSES, "text"): "a drawing",
     (SCHEDULERS, "text"): "three lines for PyTorch, which the lock does not hold",
     (FROM_RAY_TUNE, "text"): "code for Ray Tune, which the lock does not hold",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
@@ -483,11 +486,12 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert missing == []
 
 
-def test_the_page_on_integrations_shows_what_the_examples_do_and_names_each() -> None:
+def test_the_pages_on_frameworks_show_what_the_examples_do_and_name_each() -> None:
     examples = {path.name: dedent_all(path.read_text()) for path in (ROOT / "examples").glob("*.py")}
     assert set(examples) == set(re.findall(r"`examples/(\w+\.py)`", INTEGRATIONS.read_text()))
-    for block in blocks_of(INTEGRATIONS):
-        assert any(dedent_all(block.code) in example for example in examples.values()), block.code
+    shown = [*blocks_of(INTEGRATIONS), *blocks_of(MANY_PROCESSES)]
+    for code in [block.code for block in shown if block.language == "python"]:
+        assert any(dedent_all(code) in example for example in examples.values()), code
 
 
 def dedent_all(code: str) -> str:

@@ -114,7 +114,7 @@ class TuneReportCheckpointCallback(Callback):
 def _random_state_of(rank: int, of_first: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what this rank saved; that of rank 0 if the checkpoint is one of fewer ranks."""
     path = Path(restored_directory() or "", _RANK_FILE.format(rank))
-    return torch.load(path, weights_only=True) if path.exists() else of_first  # type: ignore[no-any-return]
+    return dict(torch.load(path, weights_only=True)) if path.exists() else of_first
 
 
 def _require_exact(trainer: Any) -> None:

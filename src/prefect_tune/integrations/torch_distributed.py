@@ -118,7 +118,12 @@ class CheckpointWriter(StorageWriter):
     def reset(self, checkpoint_id: object = None) -> None:
         self._directory = Path(str(checkpoint_id)) if checkpoint_id else self._directory
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: FBT001 - the signature is DCP's
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         del is_coordinator, args, kwargs
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -222,7 +227,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self,
         metadata: Metadata,
-        is_coordinator: bool,  # noqa: FBT001 - DCP's
+        is_coordinator: bool,  # noqa: FBT001 - the signature is DCP's
         *args: Any,
         **kwargs: Any,
     ) -> None:

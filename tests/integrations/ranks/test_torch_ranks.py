@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -25,53 +27,99 @@ def _without_server() -> Iterator[None]:
         yield
 
 
-def _example() -> Any:
-    from examples.torch_ddp_digits import Digits
-
-    return Digits
+def _example(name: str) -> Any:
+    return importlib.import_module(f"examples.{name}").Digits
 
 
-class Killed(_example()):  # type: ignore[misc]  # its base is known only with torch
-    """The example, one rank of which is killed at one step of its first attempt."""
+class Struck:
+    """Before its base: kills one rank at one step of its first attempt."""
+
+    trial: pt.TrialInfo
 
     def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
+        super().setup(config)  # type: ignore[misc]  # of the base
         self.strike = config.get("strike")
 
     def step(self) -> dict[str, float]:
         if self.trial.attempt == 1 and self.strike == [self.trial.rank, self.trial.step]:
             os.kill(os.getpid(), signal.SIGKILL)
-        return dict(super().step())
+        return dict(super().step())  # type: ignore[misc]  # of the base
 
 
-def trained(target: Path, ranks: int, strike: list[int] | None = None) -> tuple[pt.TrialResult, Mapping[str, Any]]:
+class StruckDDP(Struck, _example("torch_ddp_digits")):  # type: ignore[misc]  # its base is known only with torch
+    """The example with DDP."""
+
+
+class StruckFSDP(Struck, _example("torch_fsdp_digits")):  # type: ignore[misc]  # its base is known only with torch
+    """The example with FSDP2 and distributed checkpoints."""
+
+
+def of_ddp(directory: Path) -> Mapping[str, Any]:
+    loaded = {
+        path.parent.name: torch.load(path, weights_only=True, map_location="cpu") for path in directory.rglob("*.pt")
+    }
+    generators = {name: [each["random"]["torch"], *each["random"]["cuda"]] for name, each in loaded.items()}
+    return {name: flat([each["parts"], generators[name]]) for name, each in loaded.items()}
+
+
+def of_fsdp(directory: Path) -> Mapping[str, Any]:
+    """Return the bytes of each rank."""
+    assert json.loads((directory / "checkpoint.json").read_text())["format"] == "prefect-tune/torch-distributed"
+    return {path.name: path.read_bytes() for path in directory.glob("shard-*.bin")}
+
+
+CASES = {"ddp": (StruckDDP, of_ddp), "fsdp": (StruckFSDP, of_fsdp)}
+
+
+def trained(
+    target: Path, case: str, ranks: int, strike: list[int] | None = None, failures: pt.FailurePolicy | None = None
+) -> tuple[pt.TrialResult, Mapping[str, Any]]:
+    trainable, learned = CASES[case]
     result = pt.durable_trainable(
-        Killed,
+        trainable,
         {"lr": 0.1, "width": 16, "strike": strike},
         target=str(target),
         experiment="e",
         stop={"step": STEPS},
         checkpoint=pt.Cadence(every_steps=5),
         processes_per_trial=ranks,
+        failures=failures,
     )
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
-        loaded = {
-            path.parent.name: torch.load(path, weights_only=True, map_location="cpu")
-            for path in Path(directory).rglob("*.pt")
-        }
-    generators = {name: [each["random"]["torch"], *each["random"]["cuda"]] for name, each in loaded.items()}
-    return result, {name: flat([each["parts"], generators[name]]) for name, each in loaded.items()}
+        return result, learned(Path(directory))
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_after_the_death_of_any_rank_the_state_of_each_is_bit_for_bit_as_undisturbed(
-    ranks: int, tmp_path: Path
-) -> None:
-    _, undisturbed = trained(tmp_path / "undisturbed", ranks)
-    assert len(undisturbed) == ranks
-    for rank in range(ranks):
-        for step in (2, 7):
-            result, found = trained(tmp_path / f"{rank}-{step}", ranks, [rank, step])
-            assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-            assert found == undisturbed
+@pytest.mark.parametrize("case", CASES)
+def test_after_the_death_of_any_rank_the_state_of_each_is_bit_for_bit_as_undisturbed(case: str, tmp_path: Path) -> None:
+    _, undisturbed = trained(tmp_path / "undisturbed", case, 2)
+    assert len(undisturbed) == 2
+    for rank, step in ((0, 7), (1, 7), (1, 2)):
+        result, found = trained(tmp_path / f"{rank}-{step}", case, 2, [rank, step])
+        assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
+        assert found == undisturbed
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_another_number_of_ranks_goes_on_from_a_distributed_checkpoint(ranks: int, tmp_path: Path) -> None:
+    """The batches are the same, so only the order in which FSDP adds up gradients differs."""
+    undisturbed, _ = trained(tmp_path / "undisturbed", "fsdp", 2)
+    with pytest.raises(pt.TrialFailed):
+        trained(tmp_path, "fsdp", 2, [1, 7], failures=pt.FailurePolicy(max_machine_failures=0))
+    trial, _ = trained(tmp_path, "fsdp", ranks, [1, 7])
+    assert (trial.step, trial.attempts) == (STEPS, 2)
+    assert trial.metrics["loss"] != undisturbed.metrics["loss"]  # that of rank 0, which has another part of the batch
+    weights = [loaded_weights(each) for each in (trial.checkpoint, undisturbed.checkpoint)]
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(*weights, strict=True))
+
+
+def loaded_weights(checkpoint: pt.Checkpoint | None) -> list[Any]:
+    """Read whole tensors in one process from the target, without a copy of the directory."""
+    from torch.distributed import checkpoint as dcp
+
+    from prefect_tune.integrations.torch_distributed import CheckpointReader
+
+    assert checkpoint is not None
+    state = {"model": {f"{layer}.weight": torch.zeros(size) for layer, size in ((0, (16, 64)), (2, (10, 16)))}}
+    dcp.load(state, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+    return list(state["model"].values())
