@@ -51,6 +51,7 @@ FROM_OPTUNA = ROOT / "docs" / "from-optuna.md"
 FROM_RAY_TUNE = ROOT / "docs" / "from-ray-tune.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
+COST = ROOT / "docs" / "cost.md"
 DRILL = ROOT / "docs" / "drill.md"
 AUDIT = ROOT / "docs" / "audit.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
@@ -85,6 +86,7 @@ TESTED = {
     DEPLOYMENTS: {"python", "bash", "json", "toml"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"bash", "python"},
     OWN_FLOWS: {"python", "bash", "text"},
+    COST: {"python"},
     DRILL: {"python", "bash", "text"},
     AUDIT: {"python", "bash"},
     TESTING: {"python"},
@@ -154,7 +156,7 @@ def without(lines: Collection[str], code: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page",
-    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS, OPTUNA, SCHEDULERS],
+    [SEARCHES, WHERE_TRIALS_RUN, FROM_OPTUNA, FROM_RAY_TUNE, CHECKPOINTS, RESULTS, COST, OPTUNA, SCHEDULERS],
     ids=lambda page: page.name,
 )
 def test_each_page_on_searches_and_results_works_from_top_to_bottom(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
 from prefect_tune.core.metrics import is_finite
@@ -57,6 +58,35 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
         "trained_seconds": pa.array([report.trained_seconds or None for _, report in rows], "float64"),
     }
     return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
+
+
+def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
+    """Return one row per attempt: its trial and number, when it began, its seconds by category, and what it used."""
+    import pyarrow as pa
+
+    uses = [each.use for each in cost.attempts]
+    categories = [each for each in Category if each is not Category.IDLE]
+    return pa.table(
+        {
+            "trial": pa.array([each.trial for each in cost.attempts], "string"),
+            "attempt": pa.array([each.attempt for each in cost.attempts], "int64"),
+            "began_at": pa.array([each.began_at for each in cost.attempts], pa.timestamp("ms", "UTC")),
+            **{
+                f"{name.key}_seconds": pa.array([each.seconds[name] for each in cost.attempts], "float64")
+                for name in categories
+            },
+            **{name: pa.array([getattr(use, name, None) for use in uses], kind) for name, kind in _OF_A_USE.items()},
+        }
+    )
+
+
+_OF_A_USE = {
+    "cpu_seconds": "float64",
+    "peak_memory_bytes": "int64",
+    "mean_memory_bytes": "int64",
+    "peak_gpu_memory_bytes": "int64",
+    "mean_gpu_utilization": "float64",
+}
 
 
 def metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, str]:

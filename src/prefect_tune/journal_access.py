@@ -30,7 +30,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, load, read, take_over
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.messages.live_status import last_known_steps
+from prefect_tune.core.messages.live_status import last_known_reports
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.documents import read_document
@@ -249,8 +249,8 @@ def opened_journal(
         settle_dead_attempts(before, opening.owner)
         if opened.settled_from == opened.opened_at:
             return opened
-        reached = {**opening.reached, **last_known_steps(store, opened)}
-        adopted = adopt(store, opened, reached=reached, side_by_side=transfers)
+        last = last_known_reports(store, opened)
+        adopted = adopt(store, opened, reached=opening.reached, last=last, side_by_side=transfers)
         after = append_entry(store, opened, adopted, _second(opening.stamp))
     except _BehindError as behind:
         raise Superseded(str(behind)) from behind

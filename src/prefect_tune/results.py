@@ -6,15 +6,16 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from prefect_tune.arrow_tables import metric_columns, trials_as_arrow
+from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
@@ -34,7 +35,8 @@ from prefect_tune.core.experiment.summary import (
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
-from prefect_tune.core.models import StepReport, first_line, flat, metric_in
+from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.models import StepReport, first_line, flat, metric_in, parse_time
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
@@ -151,6 +153,19 @@ class Results:
     def errors(self) -> Mapping[str, str]:
         """Why trials errored, by trial."""
         return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
+
+    @cached_property
+    def cost(self) -> ExperimentCost:
+        """Where the seconds of the experiment's slots went, by category, run and attempt.
+
+        While a trial runs, its live status is read from the target, which says how long the attempts have lasted.
+        """
+        until = parse_time(self.experiment.runs[0].began_at) if self.experiment.runs else None
+        if any(each.status is Status.RUNNING for each in self.trials.values()):
+            with self.target.open(timeout=_TIMEOUT) as store:
+                live = live_status_of(store, self.experiment)
+            until = (parse_time(live.at) if live is not None else None) or until
+        return cost_of(self.experiment, until or datetime.now(UTC))
 
     # ------------------------------------------------------------------------------------------------- the best
 
@@ -282,24 +297,27 @@ class Results:
 
     # --------------------------------------------------------------------------------------------------- tables
 
-    def to_arrow(self, rows: Rows = "trials") -> pa.Table:
-        """Return a table with a row for each trial, or for each report of the learning curves.
+    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> pa.Table:
+        """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
-        experiment that has ended are read from its published file, those of a running one from its journals.
+        experiment that has ended are read from its published file, those of a running one from its journals. Attempts
+        are those of `cost`: their seconds by category, processor time and memory.
 
         Raises:
-            InvalidInput: `rows` is neither `"trials"` nor `"reports"`.
+            InvalidInput: `rows` is none of `"trials"`, `"reports"` and `"attempts"`.
         """
         match rows:
             case "trials":
                 return trials_as_arrow(self.experiment)
             case "reports":
                 return self._reports
+            case "attempts":
+                return attempts_as_arrow(self.cost)
             case _:
-                raise InvalidInput(f"rows {rows!r}: expected 'trials' or 'reports'")
+                raise InvalidInput(f"rows {rows!r}: expected 'trials', 'reports' or 'attempts'")
 
-    def to_pandas(self, rows: Rows = "trials") -> pd.DataFrame:
+    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> pd.DataFrame:
         """Return the same as a pandas `DataFrame`.
 
         Raises:
@@ -322,7 +340,7 @@ class Results:
 
     def _repr_html_(self) -> str:
         """Return the results for a notebook; the learning curves are read from the target, for at most 20 s."""
-        return results_html(self.experiment, self.objective, self.target.uri, self._points)
+        return results_html(self.experiment, self.objective, self.target.uri, self._points, lambda: self.cost)
 
     def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
         """Return the learning curves of some trials, thinned out. Raises the target's errors."""

@@ -102,8 +102,9 @@ def opening_events(
 ) -> Sequence[Event]:
     """Return the events after which the trial runs and may report `step`; none if it may already."""
     if trial is None:
-        return [TrialAdded(trial=name, config=config or {}), Started(trial=name, attempt=1, from_step=0)]
-    started = next_start(trial)
+        began = Started(trial=name, attempt=1, from_step=0, at=new_write_id().at)
+        return [TrialAdded(trial=name, config=config or {}), began]
+    started = next_start(trial, new_write_id().at)
     if trial.phase is Phase.RUNNING:
         why = f"step {step} is trained again, after step {started.from_step}"
         return [] if step >= trial.step else restarted(trial, why)
@@ -114,7 +115,7 @@ def opening_events(
 
 def restarted(trial: Trial, why: str) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
-    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial)]
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial, new_write_id().at)]
 
 
 @public_task(name="run-trial", task_run_name="train {trial}", **RETRYING_REFUSALS)

@@ -15,6 +15,7 @@ from typing import cast
 import pytest
 
 from prefect_tune.attempt import supervisor as attempt_supervisor
+from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
@@ -22,6 +23,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.processes.rank_group import RankGroup
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.journal_events import Cause
@@ -118,9 +120,16 @@ def step(number: int, *, saves: bool = False) -> StepDone:
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, moved=saves)
 
 
-def supervise(channel: FakeChannel, commit_worker: FakeCommitWorker, spec: TrialSpec, link: InProcessLink) -> Outcome:
+def supervise(
+    channel: FakeChannel,
+    commit_worker: FakeCommitWorker,
+    spec: TrialSpec,
+    link: InProcessLink,
+    meter: UsageMeter | None = None,
+) -> Outcome:
     group = RankGroup(cast("Sequence[TrialChannel]", [channel]))
-    return attempt_supervisor.supervise(group, cast("CommitWorker", commit_worker), spec, link, logging.getLogger())
+    worker, used = cast("CommitWorker", commit_worker), meter or UsageMeter()
+    return attempt_supervisor.supervise(group, worker, spec, link, used, logging.getLogger())
 
 
 def line() -> InProcessLink:
@@ -177,7 +186,7 @@ def test_silence_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
 def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
     spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
 ) -> None:
-    monkeypatch.setattr(attempt_supervisor, "_KILLS_PERIOD", timedelta(seconds=0.1))
+    monkeypatch.setattr(usage_meter, "_LEAST_PERIOD_SECONDS", 0.1)
     kills = [5]
 
     class Channel(FakeChannel):
@@ -186,7 +195,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
                 kills[0] = 6
             return super().receive(patience)
 
-    monkeypatch.setattr(attempt_supervisor, "_out_of_memory_kills", lambda: kills[0])
+    monkeypatch.setattr(MemoryLimit, "kills", lambda _: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
     patient = replace(spec, silence=None)
     found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())

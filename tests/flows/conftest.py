@@ -17,6 +17,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
+from tests.fakes.searches.booked_seconds import require_booked_seconds
 from tests.fakes.servers.processes import free_port, running
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening
@@ -26,6 +27,13 @@ from tests.flows.ui import Ui
 BUCKET = "durable"
 _POOL = "tune-test"
 _REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def booked_seconds(tmp_path: Path) -> Iterator[None]:
+    """Check after each test that each second of the slots of its searches is booked once, killed searches too."""
+    yield
+    require_booked_seconds(tmp_path)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
@@ -25,6 +26,7 @@ from tests.fakes.untrusted import HOSTILE, require_visible
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+NO_COST = ExperimentCost([], [], dict.fromkeys(Category, 0.0))
 EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'" + HOSTILE
 
 
@@ -58,7 +60,7 @@ def every_html(tmp_path: Path) -> dict[str, str]:
         search.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
-    results = results_html(search.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points)
+    results = results_html(search.state, LOSS, f"s3://{EVIL}", lambda _trials, _metrics: points, lambda: NO_COST)
     result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, wasted_at_least=False)
     return {
         "running": progress_html(state(), Ending.RUNNING, ""),
@@ -116,7 +118,8 @@ def test_results_are_bounded_too() -> None:
         drawn.extend(trials)  # type: ignore[arg-type]  # a list of names
         return {name: {"loss": [(1.0, 2.0), (2.0, 1.0)]} for name in drawn}
 
-    html = results_html(search.state, objective_in(search.state.settings), "s3://bucket/runs", points)
+    objective = objective_in(search.state.settings)
+    html = results_html(search.state, objective, "s3://bucket/runs", points, lambda: NO_COST)
     assert len(drawn) == 60
     assert "and 180 more trials: results.to_pandas()" in html
     assert len(html) < 60_000
@@ -126,9 +129,21 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
     def refuse(_trials: object, _metrics: object) -> dict[str, dict[str, list[tuple[float, float]]]]:
         raise pt.StoreUnavailable("the bucket <b>sleeps</b>")
 
+    def refuse_cost() -> ExperimentCost:
+        raise pt.StoreUnavailable("asleep")
+
     search = asha(5)
-    html = results_html(search.state, objective_in(search.state.settings), "s3://bucket/runs", refuse)
+    html = results_html(search.state, objective_in(search.state.settings), "s3://bucket/runs", refuse, refuse_cost)
     assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
+
+
+def test_the_cost_is_a_sentence_and_a_bar() -> None:
+    seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 3.0, Category.IDLE: 1.0}
+    attempt = AttemptCost("a", 1, NOON, seconds, None)
+    cost = ExperimentCost([RunCost(NOON, 4.0, 1)], [attempt], seconds)
+    html = results_html(asha(5).state, LOSS, "s3://bucket/runs", lambda _trials, _metrics: {}, lambda: cost)
+    assert "75 % of 4 s of 1 slot was training; the only loss: idle 25 %" in html
+    assert ">idle 25 %</text>" in html
 
 
 def test_the_best_is_set_off_and_how_it_ended_is_the_headline() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
+from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.stoppers import Stopper
@@ -79,6 +80,7 @@ class Attempt:
     link: SearchLink
     tasks: AttemptTasks
     log: Log
+    meter: UsageMeter = field(default_factory=UsageMeter)
 
     @property
     def _name(self) -> str:
@@ -107,7 +109,8 @@ class Attempt:
             )
         with ScratchDirectory("staging", "artifacts") as scratch:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
-            restored = self._restore_newest(journal_writer, scratch / "restored")
+            with self.meter.restoring():
+                restored = self._restore_newest(journal_writer, scratch / "restored")
             _log_lost_steps(journal_writer.experiment.trial(self._name), log)
             start = self._begin(journal_writer, scratch, restored)
             if start.attempt > 1:
@@ -116,7 +119,8 @@ class Attempt:
                 CommitWorker(spec, journal_writer, artifacts, self.tasks, log) as commit_worker,
                 rank_group(start, spec.processes_per_trial, self._process) as group,
             ):
-                outcome = supervise(group, commit_worker, spec, link, log)
+                commit_worker.meter, self.meter.environment = self.meter, self.request.environment
+                outcome = supervise(group, commit_worker, spec, link, self.meter, log)
                 ending = events_of(self._name, outcome)
                 if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                     commit_worker.end(ending)
@@ -192,7 +196,7 @@ class Attempt:
             added = TrialAdded(trial=trial, config=request.config, fingerprint=spec.fingerprint)
             if request.exploit is not None or link.stop.is_set():
                 return (Adopted(), added)
-            return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
+            return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, at=self.meter.began_at))
 
         owner = current_owner(search_term=request.search_term, attempt=request.attempt)
         # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
@@ -284,7 +288,7 @@ class Attempt:
         trial = journal_writer.experiment.trial(self._name)
         reports = curve_up_to(spec, newest_checkpoint(trial))
         if trial.phase is not Phase.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
-            trial = journal_writer.write([next_start(trial)]).trial(self._name)
+            trial = journal_writer.write([next_start(trial, self.meter.began_at)]).trial(self._name)
         return Start(
             experiment=spec.trial.experiment,
             trial=trial.trial,
@@ -336,14 +340,15 @@ def _log_lost_steps(trial: Trial, log: Log) -> None:
         )
 
 
-def next_start(trial: Trial) -> Started:
-    """Return the event with which the next attempt of `trial` begins, at its newest checkpoint."""
+def next_start(trial: Trial, at: str | None = None) -> Started:
+    """Return the event with which the next attempt of `trial` begins at the time `at`, at its newest checkpoint."""
     newest = newest_checkpoint(trial)
     return Started(
         trial=trial.trial,
         attempt=trial.attempt + 1,
         from_step=newest.step if newest else 0,
         from_sequence=newest.sequence if newest else None,
+        at=at,
     )
 
 

@@ -20,6 +20,7 @@ from prefect_tune.attempt.group_saves import merge
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
@@ -37,10 +38,12 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention, retired_by_commit
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_key
 from prefect_tune.core.journal_events import (
+    AttemptEnded,
     CheckpointRef,
     Committed,
     Event,
     Finished,
+    Paused,
     Quarantined,
     Reported,
     Retired,
@@ -52,6 +55,7 @@ from prefect_tune.core.recovery import checkpoints_with
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
+from prefect_tune.core.usage_records import AttemptUse
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
@@ -228,6 +232,8 @@ class CommitWorker:
         self._unlogged = 0
         self.code = ""
         """The digest of the trainable's source; empty until the trial has sent it."""
+        self.meter: UsageMeter | None = None
+        """Measures the attempt; None for one that is not measured."""
         self.asks_at: int | None = None
         """The step at which the trial waits for an answer to its journaled report."""
         self.error: BaseException | None = None
@@ -263,7 +269,7 @@ class CommitWorker:
         self._work.put(self._sync)
 
     def end(self, events: Sequence[Event]) -> None:
-        """Queue the last entry: the remaining reports, then `events`.
+        """Queue the last entry: the remaining reports, then `events`, with what the attempt has used by then.
 
         It is not written if a committed checkpoint has finished the trial already.
         """
@@ -300,7 +306,8 @@ class CommitWorker:
 
     def _write_end(self) -> None:
         if self._trial.phase is Phase.RUNNING:
-            self._write(self._ending)
+            use, ends = {"use": self._use()}, AttemptEnded | Finished | Paused
+            self._write([each.model_copy(update=use) if isinstance(each, ends) else each for each in self._ending])
 
     def _run(self) -> None:
         try:
@@ -380,11 +387,17 @@ class CommitWorker:
         """Write the commit's entry, and return the checkpoints that it retires."""
         trial, report, policy = self._spec.trial.trial, done.report, self._spec.retention
         entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self._log)
-        ends = [Finished(trial=trial, reason=done.over, returned=False)] if done.over else []
-        self._write((*entry.events, *ends), up_to=saved.key.step)
+        committed = entry.committed
+        if self.meter is not None:
+            committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
+        ends = [Finished(trial=trial, reason=done.over, returned=False, use=self._use())] if done.over else []
+        self._write((committed, *entry.quarantined, *ends), up_to=saved.key.step)
         self._commit_count += 1
         log_damage(saved, entry.quarantined, self._log)
         return entry.retired
+
+    def _use(self) -> AttemptUse | None:
+        return self.meter.use() if self.meter is not None else None
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from operator import itemgetter
-from pathlib import Path
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
@@ -20,6 +19,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
@@ -42,7 +42,6 @@ from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline
 
 _TICK = timedelta(seconds=0.1)
-_KILLS_PERIOD = timedelta(seconds=1)
 # The trainable or its libraries cause these signals; SIGKILL comes from outside the process.
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
@@ -54,20 +53,31 @@ _OTHERS_END_WITHIN = timedelta(seconds=20)
 """How long the other ranks have to end after rank 0."""
 
 
-def supervise(group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, log: Log) -> Outcome:
+def supervise(
+    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter, log: Log
+) -> Outcome:
     """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
 
     After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
     """
-    return _Supervisor(group, commit_worker, spec, link, log).run()
+    outcome = _Supervisor(group, commit_worker, spec, link, meter, log).run()
+    meter.ended()
+    return outcome
 
 
 class _Supervisor:
     def __init__(
-        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, log: Log
+        self,
+        group: RankGroup,
+        commit_worker: CommitWorker,
+        spec: TrialSpec,
+        link: SearchLink,
+        meter: UsageMeter,
+        log: Log,
     ) -> None:
         self._group = group
         self._saves = GroupSaves(group.world_size)
+        self._meter = meter
         self._commit_worker = commit_worker
         self._spec = spec
         self._link = link
@@ -85,7 +95,6 @@ class _Supervisor:
         self._left: EndOfAttempt | None = None
         link.connect(self._answer)
         self._asked_at: float | None = None
-        self._kills_seen = (time.monotonic(), _out_of_memory_kills())
 
     def run(self) -> Outcome:
         while True:
@@ -96,20 +105,17 @@ class _Supervisor:
                 outcome = self._gone(ended)
             except InvalidInput as error:
                 outcome = self._failed(Cause.USER, str(error))
-            self._look_for_kills()
+            self._meter.look(self._phase())
             if outcome is not None:
                 return outcome
 
-    def _look_for_kills(self) -> None:
-        """Sample the kernel's OOM kill counter once a second.
-
-        The counter is machine-wide: a kill counts as the trial's only if it follows the last sample before its death.
-        """
-        now = time.monotonic()
-        if now - self._kills_seen[0] >= _KILLS_PERIOD.total_seconds():
-            self._kills_seen = (now, _out_of_memory_kills())
+    def _phase(self) -> str:
+        is_saving = self._committed < self._handed_over and self._spec.sync.commit == "sync"
+        return "waiting" if self._asks else "saving" if is_saving else "training"
 
     def _took_in(self, rank: int, message: FromTrial) -> Outcome | None:
+        if rank in (0, OWN):
+            self._meter.received(message)
         if self._last_message_at is not None:
             self._last_message_at = time.monotonic()
         match message:
@@ -124,7 +130,8 @@ class _Supervisor:
                 self._commit(self._saves.add(rank, message))
             case Directive():
                 self._pass_on(message)
-            case TrainableLoaded(code=code):
+            case TrainableLoaded(code=code, pid=pid):
+                self._meter.loaded(pid)
                 self._last_message_at = time.monotonic()
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
@@ -156,8 +163,10 @@ class _Supervisor:
             # A rank of a launcher may return before the function that has started it, and others after it.
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
             return self._end_with(self._ended(message)) if decides else self._waited_enough()
-        why = f"{self._named(rank)}{message.message}\n{message.traceback}".rstrip()
-        return self._fail(self._failed(message.cause, why), _FAILED)
+        why = f"{self._named(rank)}{message.message}"
+        if message.cause is Cause.OUT_OF_MEMORY:
+            why = f"{why}; {self._meter.memory_words()}"
+        return self._fail(self._failed(message.cause, f"{why}\n{message.traceback}".rstrip()), _FAILED)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
@@ -285,8 +294,8 @@ class _Supervisor:
     def _died(self, rank: int) -> Failed:
         became = self._group.end(rank)
         how = became.partition("\n")[0]  # its last output follows, which may contain any text
-        if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
-            why = f"the kernel killed it for using too much memory: {became}"
+        if "SIGKILL" in how and self._meter.is_out_of_memory():
+            why = f"{self._meter.memory_words()}; the trial's process {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
         own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
         which = "the trial's process" if self._group.world_size == 1 or rank == OWN else f"rank {rank}'s process"
@@ -295,12 +304,3 @@ class _Supervisor:
     def _failed(self, cause: Cause, message: str) -> Failed:
         loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
         return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
-
-
-def _out_of_memory_kills() -> int:
-    """Return how many processes this machine's kernel has killed for memory; 0 if it does not publish the count."""
-    try:
-        counters = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)

@@ -27,6 +27,7 @@ from prefect_tune.cli.open_target import (
     written_at,
 )
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, UnknownVersion
+from prefect_tune.core.experiment.cost import AttemptCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.experiment.summary import (
@@ -52,6 +53,13 @@ from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render import as_html as html
 from prefect_tune.reporting.render import as_markdown
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.terminal.cost_view import (
+    attempt_fields,
+    attempts_table,
+    cost_fields,
+    cost_sentence,
+    cost_table,
+)
 from prefect_tune.terminal.formatting import (
     UNKNOWN,
     Freshness,
@@ -165,17 +173,21 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
     state, now = view.experiment, datetime.now(UTC)
+    cost = cost_of(state, freshness_of(view, now).as_of or now)
     about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
         chosen = caught_up(chosen, today[0])
-    facts = _facts(view, chosen) if chosen is not None else {}
+    attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
+    facts = _facts(view, chosen, attempts) if chosen is not None else {}
     fresh = freshness_of(view, now)
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
         head = {"experiment": state.name, "owner": _owner_of(state)}
         print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
+        if attempts:
+            print_parts("", attempts_table(attempts))
         if chosen is not None and _has_traceback(chosen):
             print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
 
@@ -188,6 +200,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     """
     state, now = view.experiment, datetime.now(UTC)
     fresh = freshness_of(view, now)
+    cost = cost_of(state, fresh.as_of or now)
     objective = objective_in(state.settings)
     trials = best_first(list(state.trials.values()), objective)
     about = {
@@ -199,8 +212,10 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
         "owner": str(state.owner or ""),
     }
     if as_json:
-        facts = [_facts(view, each) for each in trials]
-        shown = {**about, **fresh.fields(), "settings": shown_settings(state.settings), "trials": facts}
+        attempts = cost.by_trial()
+        facts = [_facts(view, each, attempts.get(each.trial, ())) for each in trials]
+        known = {"settings": shown_settings(state.settings), "cost": cost_fields(cost), "trials": facts}
+        shown = {**about, **fresh.fields(), **known}
         print(json.dumps(shown, indent=2))
         return
     metrics, shown_trials = objective.metrics if objective else (), trials[:_TRIALS_SHOWN]
@@ -210,6 +225,8 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
+    if sentence := cost_sentence(cost):
+        print_parts("", facts_table({"cost": sentence}), "", cost_table(cost))
     _show_errors(trials)
 
 
@@ -227,7 +244,8 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["reason"] = first_line(trial.reason)
     if trial is not None:
         shown["wasted_steps"] = trial.wasted_count
-    left = {name: value for name, value in facts.items() if value not in (None, "") and name != "wasted_at_least"}
+    hidden = ("wasted_at_least", "cost")
+    left = {name: value for name, value in facts.items() if value not in (None, "") and name not in hidden}
     return {name: shown.get(name, value) for name, value in left.items()}
 
 
@@ -287,7 +305,7 @@ def _show_errors(trials: Sequence[Trial]) -> None:
         print_parts(f"--trial {first.trial} prints its traceback")
 
 
-def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
+def _facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, object]:
     attempt = view.running(trial.trial)
     return {
         "trial": trial.trial,
@@ -305,6 +323,7 @@ def _facts(view: ExperimentView, trial: Trial) -> dict[str, object]:
         "wasted_at_least": trial.wasted_at_least,
         "trained_seconds": trial.measured_seconds,
         "config": dict(trial.config),
+        "cost": [attempt_fields(each) for each in attempts],
     }
 
 

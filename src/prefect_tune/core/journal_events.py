@@ -16,6 +16,7 @@ from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, JournalKey
 from prefect_tune.core.texts import is_unicode
+from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds, Seconds
 
 # Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
 
@@ -54,6 +55,8 @@ class Owner(Value):
     """For a trial's own journal: the experiment's term in which the search started this attempt."""
     attempt: int = 0
     """For a trial's own journal: the number of the attempt that the search started."""
+    slots: int | None = None
+    """For an experiment's journal: how many trials this run trains at a time; None if nothing limits them."""
 
     @property
     def identity(self) -> str:
@@ -244,6 +247,8 @@ class Started(TrialEvent):
     attempt: int
     from_step: int
     from_sequence: int | None = None
+    at: str | None = None
+    """When the attempt began, by the clock of its machine; for the cost only."""
 
 
 class Reported(TrialEvent):
@@ -268,6 +273,8 @@ class Committed(TrialEvent):
     """The bytes that were not on the target yet; None where that is not known."""
     upload_seconds: float | None = None
     """How long publishing it took; None where that is not known."""
+    seconds: PhaseSeconds | None = None
+    """The seconds of its attempt up to its step; None where they are not known."""
 
 
 class Retired(TrialEvent):
@@ -342,6 +349,8 @@ class AttemptEnded(TrialEvent):
     """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
     question: Question | None = None
     """The question that the trial asks a person, and for whose answer it waits."""
+    use: AttemptUse | None = None
+    """What the attempt used; None where that is not known."""
 
 
 class GaveUp(TrialEvent):
@@ -361,6 +370,8 @@ class Finished(TrialEvent):
     """Whether the trainable returned by itself; a larger budget does not restart it."""
     ended_early: bool = False
     """Whether the scheduler or a stop request ended it; a larger budget does not restart it either."""
+    use: AttemptUse | None = None
+    """What its attempt used; None where that is not known, or where it did not train."""
 
 
 class Requeued(TrialEvent):
@@ -375,6 +386,8 @@ class Paused(TrialEvent):
 
     type: Literal["paused"] = "paused"
     reason: Message
+    use: AttemptUse | None = None
+    """What its attempt used; None where that is not known, or where it did not train."""
 
 
 class Resumed(TrialEvent):
@@ -389,6 +402,18 @@ class Decided(TrialEvent):
     type: Literal["decided"] = "decided"
     report: StepReport
     decision: Decision
+
+
+class SlotFreed(TrialEvent):
+    """An attempt has ended, and its slot is free for the next one; only the cost depends on it."""
+
+    type: Literal["slot-freed"] = "slot-freed"
+    attempt: int
+    """The last attempt in the slot."""
+    since: str
+    """When it got the slot, by the clock of the search."""
+    seconds: Seconds
+    """How long it held the slot."""
 
 
 GuestEvent: TypeAlias = Claimed | Quarantined | Retired
@@ -409,6 +434,7 @@ OneTrialsEvent: TypeAlias = (
     | Paused
     | Resumed
     | Decided
+    | SlotFreed
 )
 
 
@@ -429,6 +455,8 @@ class Opened(Value):
     """The trial whose own journal is opened; None for the experiment's journal."""
     term: int
     owner: Owner
+    at: str | None = None
+    """When that was, by the owner's clock; for the cost only."""
 
 
 class Adopted(Value):
@@ -441,6 +469,10 @@ class Adopted(Value):
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
     reached: Mapping[str, int] = Field(default_factory=dict)
     """By running trial, the last step that its lost attempt is known to have trained; 0 if none is known."""
+    trained_seconds: Mapping[str, float] = Field(default_factory=dict)
+    """By running trial, its training time up to that step, where it is known; for the cost only."""
+    seen_at: str | None = None
+    """The time of the last owner's live status, by its clock; None if it left none. For the cost only."""
 
 
 class Configured(Value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated, Any, NewType, Self, TypeAlias, TypeVar
 
@@ -41,6 +42,7 @@ __all__ = [
     "leaves",
     "metric_in",
     "parse",
+    "parse_time",
     "plural",
     "shown_size",
     "valid_name",
@@ -190,6 +192,15 @@ def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type
         problem = invalid.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the document"
         raise error(f"{where}: {place}: {problem['msg']}") from invalid
+
+
+def parse_time(at: str) -> datetime | None:
+    """Return a time of the target in UTC; None for another text."""
+    try:
+        found = datetime.fromisoformat(at)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):  # no time, or one before the first year
+        return None
 
 
 def _readable(value: object) -> object:

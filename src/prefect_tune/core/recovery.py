@@ -42,6 +42,7 @@ from prefect_tune.core.journal_events import (
     Quarantined,
     Reported,
 )
+from prefect_tune.core.messages.live_status import NOTHING_KNOWN, LastKnown
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
@@ -226,6 +227,7 @@ def adopt(
     experiment: Experiment,
     *,
     reached: Mapping[str, int] | None = None,
+    last: LastKnown = NOTHING_KNOWN,
     side_by_side: ParallelMap = map,
 ) -> Sequence[Event]:
     """Return the events that the owner which has just opened `experiment` journals before any others.
@@ -235,13 +237,17 @@ def adopt(
     failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
     is not adopted here never becomes one. Writes nothing: a crash before the entry changes nothing.
 
-    `reached` has the last steps that running trials are known to have trained, also those with journals of their own.
+    `reached` has the last steps that running trials are known to have trained, also those with journals of their own;
+    `last` is what the live status of the last owner says.
     """
     running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.own_journal]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
     adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
     known = {each.trial: 0 for each in running} | dict(reached or {})
-    return [Adopted(checkpoints=adopted, reached=known), *(event for each in found for event in _events_of(each))]
+    known |= {name: max(each.step, known.get(name, 0)) for name, each in last.reports.items()}
+    trained = {name: each.trained_seconds for name, each in last.reports.items()}
+    first = Adopted(checkpoints=adopted, reached=known, trained_seconds=trained, seen_at=last.at)
+    return [first, *(event for each in found for event in _events_of(each))]
 
 
 def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _OrphanedSaves:

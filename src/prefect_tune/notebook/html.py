@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from prefect_tune.arrow_tables import metric_columns
 from prefect_tune.core.errors import TuneError
+from prefect_tune.core.experiment.cost import ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_label, counted, named, ranked
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
@@ -21,8 +22,9 @@ from prefect_tune.notebook.cell_output import Ending
 from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
 from prefect_tune.reporting.history import HistoryView, Series, numbers_in
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, ORANGE, RED
-from prefect_tune.reporting.timeline_charts import FILLS
+from prefect_tune.reporting.timeline_charts import FILLS, cost_bar
 from prefect_tune.reporting.trial_charts import learning_curves
+from prefect_tune.terminal.cost_view import cost_sentence
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_duration, format_value, names_of
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import (
@@ -173,6 +175,7 @@ def results_html(
     objective: Objective | None,
     uri: str,
     read_curves: Callable[[Sequence[str], Sequence[str]], Points],
+    read_cost: Callable[[], ExperimentCost],
 ) -> Html:
     """Return the output: the best 20 trials and 60 curves, for any number of trials.
 
@@ -181,11 +184,23 @@ def results_html(
         objective: what trials are compared by.
         uri: the target's.
         read_curves: reads the curves of trials, by metric. An error of the target is shown in their place.
+        read_cost: returns its cost; of a running experiment it reads the target.
     """
     trials = list(experiment.trials.values())
     losses = {each.trial: found for each, found in ranked(trials, objective)}
     view = ReportInput(experiment, uri, datetime.now(UTC), objective, HistoryView(), trials, losses)
-    return cell_html(*_results_parts(view, read_curves))
+    return cell_html(*_results_parts(view, read_curves), *_cost(read_cost))
+
+
+def _cost(read_cost: Callable[[], ExperimentCost]) -> Iterator[Html]:
+    """Yield the sentence on the cost, and the bar of its categories; nothing while the target fails."""
+    try:
+        cost = read_cost()
+    except TuneError:
+        return
+    if sentence := cost_sentence(cost):
+        yield paragraph(escaped(sentence))
+        yield Html(cost_bar(cost))
 
 
 def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> Points:

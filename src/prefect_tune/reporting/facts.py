@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
@@ -28,6 +29,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, HistoryView, OwnershipPeriod
+from prefect_tune.terminal.cost_view import cost_fields, cost_sentence
 
 # The data of a report: the current trials, their ranking, and the parameters in which they differ.
 
@@ -71,6 +73,11 @@ class ReportInput:
             return self.ranking[:1]
         known = {each.trial: each for each in self.trials}
         return [known[name] for name in front(self.losses.items())]
+
+    @cached_property
+    def cost(self) -> ExperimentCost:
+        """Where the time of the slots went."""
+        return cost_of(self.experiment, self.now)
 
     def compared(self, trial: str) -> Mapping[str, float]:
         """Return the metrics that compare a trial, as reported, a bool as a number; empty if it has none."""
@@ -241,6 +248,10 @@ class Cost:
     saved_bytes: int
     """Not uploaded, because the bytes were on the target already."""
     upload_seconds: float
+    slots: Mapping[str, object] = field(default_factory=dict)
+    """Where the seconds of the slots went; see `terminal.cost_view.cost_fields`."""
+    sentence: str = ""
+    """The same in a sentence; empty if no slot was held."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +401,8 @@ def _cost(report_input: ReportInput) -> Cost:
         sent_bytes=costs.sent_bytes,
         saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
         upload_seconds=costs.upload_seconds,
+        slots=cost_fields(report_input.cost),
+        sentence=cost_sentence(report_input.cost),
     )
 
 

@@ -31,8 +31,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.metrics import is_number
-from prefect_tune.core.models import StepReport, leaves
-from prefect_tune.terminal.formatting import parse_time
+from prefect_tune.core.models import StepReport, leaves, parse_time
 
 # A learning curve with a bounded number of points.
 

@@ -13,7 +13,7 @@ from prefect_tune.core.storage.layout import below
 from prefect_tune.reporting.facts import Facts, Links, ReportInput, TrialFacts, facts_of
 from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.timeline_charts import timeline
+from prefect_tune.reporting.timeline_charts import cost_bar, timeline
 from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
     learning_curves,
@@ -57,7 +57,14 @@ _LEGENDS_OF_A_FRONT: Mapping[Callable[[ReportInput], str | None], str] = {
 def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
     """Return the page: at most about 300 KB, for any number of trials."""
     facts = facts_of(report_input, links)
-    return [*_top(facts), *_best(facts), *_figures(report_input), *_trials(facts), *_errors(facts), *_end(facts)]
+    return [
+        *_top(facts),
+        *_best(facts),
+        *_figures(report_input),
+        *_trials(facts),
+        *_errors(facts),
+        *_end(facts, report_input),
+    ]
 
 
 def _top(facts: Facts) -> Iterator[Block]:
@@ -283,8 +290,11 @@ def _causes(errors: Sequence[TrialFacts]) -> Sequence[str]:
 # ---------------------------------------------------------------------------------------------------- the end
 
 
-def _end(facts: Facts) -> Iterator[Block]:
+def _end(facts: Facts, report_input: ReportInput) -> Iterator[Block]:
     yield Heading("Cost")
+    if facts.cost.sentence:
+        yield Text([f"{facts.cost.sentence}."])
+        yield Figure(cost_bar(report_input.cost), f"Time of the slots of {facts.experiment}: {facts.cost.sentence}")
     yield Table((), _cost(facts))
     if len(facts.runs) > 1:
         yield Heading("Runs")

@@ -1,4 +1,4 @@
-"""The timeline: the owners of the experiment, and all attempts."""
+"""The timeline: the owners of the experiment, and all attempts; and the bar of where the time of the slots went."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 
+from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.trial import ENDED, Status
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.reporting.facts import ReportInput
@@ -252,3 +253,55 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"
     drawing.text((_RIGHT, y + 17), f"{ended:{pattern}}", f"{SMALL} {END}")
+
+
+# The bar of the cost: each category of the time of the slots, by its share.
+
+_COSTS: Mapping[Category, Fill] = {
+    Category.TRAINING: Fill(GREEN),
+    Category.TRAINED_AGAIN: Fill(RED),
+    Category.START: Fill(ORANGE),
+    Category.RESTORING: Fill(VIOLET),
+    Category.SAVING: Fill(BLUE),
+    Category.WAITING: Fill(TEAL, "hatch"),
+    Category.ENDING: Fill(ORANGE, "hatch"),
+    Category.IDLE: Fill(GREY, "outline"),
+}
+_LEAST_BAR = 0.001
+"""A smaller share is neither drawn nor named."""
+_LINE = 20.0
+_BAR = 28.0
+
+
+def cost_bar(cost: ExperimentCost) -> str:
+    """Draw the seconds of the slots as one bar, with a legend."""
+    total = cost.slot_seconds or 1.0
+    shares = {each: found / total for each, found in cost.seconds.items() if found / total >= _LEAST_BAR}
+    labels = {each: f"{each} {100 * share:.0f} %" for each, share in shares.items()}
+    lines = _legend_lines(labels)
+    drawing = Drawing(WIDTH, _BAR + 12 + _LINE * len(lines))
+    x = 0.0
+    for category, share in shares.items():
+        width = share * WIDTH
+        drawing.bar((x, 0), (max(1.0, width - 1), _BAR), _COSTS[category], title=labels[category])
+        x += width
+    for row, line in enumerate(lines):
+        y = _BAR + 12 + _LINE * (row + 0.5)
+        for at, category in line:
+            drawing.swatch((at, y - 9), _COSTS[category])
+            drawing.text((at + 28, y), labels[category], SMALL)
+    return drawing.svg()
+
+
+def _legend_lines(labels: Mapping[Category, str]) -> Sequence[Sequence[tuple[float, Category]]]:
+    """Return the entries of a legend with their horizontal positions, in lines that fit."""
+    lines: list[list[tuple[float, Category]]] = [[]]
+    x = 0.0
+    for category, label in labels.items():
+        width = 28 + 7.0 * len(label) + 18
+        if x + width > WIDTH and lines[-1]:
+            lines.append([])
+            x = 0.0
+        lines[-1].append((x, category))
+        x += width
+    return lines

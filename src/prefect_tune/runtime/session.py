@@ -34,6 +34,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
+from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
 
@@ -182,6 +183,9 @@ class TrialSession:
         self._curve: list[StepReport] = list(start.curve)
         self._trained_seconds = start.trained_seconds
         self._resumed_at = time.monotonic()
+        self._loaded_at: float | None = None
+        self._begun_at: float | None = None
+        self._saving_seconds = self._waiting_seconds = 0.0
         self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading: int | None = None
         self._want_save = False
@@ -231,7 +235,9 @@ class TrialSession:
                 self.hand_over(report, directory, "moved")
             elif self._start.overlap or self._start.rank.world_size > 1:
                 self._wait_for_upload()
-                self.hand_over(report, snapshot(directory, self.new_directory()), "moved")
+                with self._saving():
+                    copied = snapshot(directory, self.new_directory())
+                self.hand_over(report, copied, "moved")
             else:
                 self.hand_over(report, directory, "lent")
             self.heed_milestone()
@@ -333,8 +339,9 @@ class TrialSession:
         return wants or cadence.due(steps, elapsed) or (cadence.at_end and bool(self._over_already()))
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
-        directory = self.new_directory()
-        returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
+        with self._saving():
+            directory = self.new_directory()
+            returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
         require_written(returned, directory, self.step)
         if isinstance(getattr(save, "__self__", None), Trainable):
             require_no_path(returned, directory, self.step)
@@ -374,14 +381,14 @@ class TrialSession:
         return ""
 
     def tell(self, report: StepReport) -> None:
-        self._send(StepDone(report=report, asks=self._asking))
+        self._send(StepDone(report=report, asks=self._asking, seconds=self.seconds()))
 
     def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
         """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
         self._wait_for_upload()
         moved = how == "moved"
-        handed = StepDone(report=report, checkpoint=str(directory), moved=moved, asks=self._asking, over=over)
-        self._send(handed)
+        handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking, "over": over}
+        self._send(StepDone(report=report, seconds=self.seconds(), **handed))
         self._uploading = report.step
         if not (moved and self._start.overlap):
             self._wait_for_upload()
@@ -389,7 +396,8 @@ class TrialSession:
     def hand_over_state(self, report: StepReport, directory: Path) -> None:
         """Send the state after a step that was reported already, and wait for its commit."""
         self._wait_for_upload()
-        self._send(StepDone(report=report, checkpoint=str(directory), moved=True, is_reported=True))
+        handed = {"checkpoint": str(directory), "moved": True, "is_reported": True}
+        self._send(StepDone(report=report, seconds=self.seconds(), **handed))
         self._uploading = report.step
         self._wait_for_upload()
 
@@ -411,7 +419,9 @@ class TrialSession:
         while self._asking and not self.asked_to_stop:
             self._take_in()
         self._asking = False
-        self._resumed_at += time.monotonic() - began  # waiting is not training
+        waited = time.monotonic() - began
+        self._waiting_seconds += waited
+        self._resumed_at += waited  # waiting is not training
 
     def new_directory(self) -> Path:
         """Return a new empty directory for a checkpoint."""
@@ -445,6 +455,8 @@ class TrialSession:
 
     def loaded(self, code: str) -> None:
         """Report that the trainable is loaded."""
+        self._loaded_at = time.monotonic()
+        self._waiting_seconds = 0.0  # for an answer before that, which is a part of the start
         self._send(TrainableLoaded(pid=self._process, code=code))
 
     def end(self, message: TrialEnded | Broke) -> None:
@@ -452,7 +464,7 @@ class TrialSession:
         with self._sending:
             if not self._ended:
                 self._ended = True
-                self._connection.send(message)
+                self._connection.send(message.model_copy(update={"seconds": self.seconds()}))
         if self._overdue is not None:
             self._overdue.cancel()
 
@@ -464,7 +476,7 @@ class TrialSession:
 
     def begin(self) -> None:
         """Start the training clock, once the trainable is set up and the checkpoint is loaded."""
-        self._resumed_at = self._saved_at = time.monotonic()
+        self._resumed_at = self._saved_at = self._begun_at = time.monotonic()
 
     def listen(self) -> None:
         """Process the supervisor's messages that have arrived."""
@@ -474,9 +486,33 @@ class TrialSession:
     def _wait_for_upload(self) -> None:
         """Wait until no upload is in flight."""
         began = time.monotonic()
-        while self._uploading is not None:
-            self._take_in()
+        with self._saving():
+            while self._uploading is not None:
+                self._take_in()
         self._resumed_at += time.monotonic() - began  # waiting is not training
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Count the block as time in which training stands still for a checkpoint."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._saving_seconds += time.monotonic() - began
+
+    def seconds(self) -> PhaseSeconds | None:
+        """Return where the time went since the trainable was loaded; None if it was not."""
+        if self._loaded_at is None:
+            return None
+        now = time.monotonic()
+        begun_at = now if self._begun_at is None else self._begun_at
+        still = self._saving_seconds + self._waiting_seconds
+        return PhaseSeconds(
+            restoring=round(begun_at - self._loaded_at, 4),
+            training=round(max(0.0, now - begun_at - still), 4),
+            saving=round(self._saving_seconds, 4),
+            waiting=round(self._waiting_seconds, 4),
+        )
 
     def _take_in(self) -> None:
         match self._connection.receive():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import pickle
+import resource
 import traceback
 
 from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.core.models import shown_size
 from prefect_tune.runtime.message_stream import MalformedMessage
 
 _LEADS_TO_TRAINABLE = ("prefect_tune.runtime.", "importlib")
@@ -31,6 +33,9 @@ def _advice(error: BaseException) -> str:
     """Return what to do about errors that are due to the process in which a trial runs; empty for others."""
     if type(error).__qualname__ == "BdbQuit":
         return "breakpoint() found no terminal, since a trial's process has none: debug with isolation='thread'"
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(error, MemoryError) and limit_bytes != resource.RLIM_INFINITY:
+        return f"the address space is limited to {shown_size(limit_bytes)} (ulimit -v)"
     if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
         return ". Move what the script or notebook defines to a module, which each process can import"
     return ""

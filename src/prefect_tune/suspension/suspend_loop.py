@@ -200,8 +200,10 @@ def _asked_here(trial: str, question: Question, experiment: str) -> Answered:
 # ---------------------------------------------------------------------------------------------------- how it ends
 
 
-def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
-    """Make this run the owner of its experiment, and return the state. `known` is the journal as it was just read.
+def take_over(turn: Turn, known: LoadedJournal, slots: int) -> Experiment:
+    """Make this run, which trains `slots` trials at a time, the owner of its experiment, and return the state.
+
+    `known` is the journal as it was just read.
 
     Raises what `owner_after` and `restore_experiment_state` raise, and `Superseded` if the experiment of the turn
     before was deleted since: the answer of a person is for no other experiment, and begins none.
@@ -210,7 +212,7 @@ def take_over(turn: Turn, known: LoadedJournal) -> Experiment:
     if before is not None and before.key != known.experiment.key:
         on_target(plan.target, lambda store: require_not_deleted(store, before.key))
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
-    read = skip_prefect_introspection(known)
+    owner, read = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(known)
     return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)
 
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import PurePath
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.text import Text
 from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.live_status import ExperimentView
+from prefect_tune.core.models import parse_time
 from prefect_tune.core.texts import visible
 
 _LEAST_RANGE = 4
@@ -74,15 +75,6 @@ def format_counts(counts: Mapping[str, int]) -> str:
 def format_time(at: str) -> str:
     """Format a time of the journal to the second."""
     return at.replace("T", " ")[:19]
-
-
-def parse_time(at: str) -> datetime | None:
-    """Return a time of the target in UTC; None for another text."""
-    try:
-        found = datetime.fromisoformat(at)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
-    except (ValueError, OverflowError):  # no time, or one before the first year
-        return None
 
 
 def format_duration(span: timedelta) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from prefect_tune.core.journal_events import (
     Opened,
     Paused,
     Resumed,
+    SlotFreed,
     TrialAdded,
     Writer,
 )
@@ -268,6 +270,7 @@ class Driver:
         )
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
+        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got the slot: time of day, monotonic
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -394,6 +397,7 @@ class Driver:
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
+        self._slots[trial] = new_write_id().at, time.monotonic()
         self._pending_entry.then(lambda: self._executor.start(spec, request, number, state.absorbed))
         if finds:
             self._answer_again(trial)
@@ -431,8 +435,17 @@ class Driver:
                     assert_never(never)
         for each in over:
             self._executor.forget(each.trial)
+            self._free_slot(each.trial)
             self._conclude(each)
             self._extend(each.trial)
+
+    def _free_slot(self, name: str) -> None:
+        """Journal how long the trial had its slot; the one slot of a training is its run's."""
+        (since, began), trial = self._slots.pop(name), self._state.trial(name)
+        if trial.own_journal:
+            number = max(trial.attempt, self._attempts[name] + 1)
+            held_seconds = round(time.monotonic() - began, 3)
+            self._put(SlotFreed(trial=name, attempt=number, since=since, seconds=held_seconds))
 
     def _reported(self, step: StepReported) -> None:
         self._listener.reported(step, self._state)

@@ -306,7 +306,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
     def search(stop: threading.Event) -> Experiment:
         with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
             _require_fit(plan, policy)
-            state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts)
+            state, now, changes = _opened(turn, known or read_known(plan.target, name), warm_starts, slots)
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
             if news := [*unjournaled(turn.news, state), *changes]:
@@ -342,7 +342,7 @@ def _searched(turn: Turn, metric_check: MetricCheck) -> Results:
 
 
 def _opened(
-    turn: Turn, known: LoadedJournal, warm_starts: Sequence[WarmStart]
+    turn: Turn, known: LoadedJournal, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
@@ -354,7 +354,7 @@ def _opened(
     require_same(known.experiment, with_seed_of(known.experiment, plan).settings)
     if plan.on_code_change == "refuse":
         require_code(known.experiment, plan)
-    state = take_over(turn, known)
+    state = take_over(turn, known, slots.count)
     warn_of_takeover(known.experiment, log)
     now, added = search_limits.extended(with_seed_of(state, plan), state, call_path)
     require_same(state, today := now.settings)

@@ -170,7 +170,7 @@ class _OneConfig(Proposals):
 
 
 def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
-    state = take_over(turn, known)
+    state = take_over(turn, known, slots=1)
     require_same_training(state, training.spec, training.config)  # another run may have begun it since it was read
     turn.reached(state)
     return state

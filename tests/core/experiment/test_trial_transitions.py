@@ -40,6 +40,7 @@ from prefect_tune.core.journal_events import (
     Requeued,
     Resumed,
     Retired,
+    SlotFreed,
     Started,
 )
 from prefect_tune.core.models import StepReport
@@ -77,6 +78,7 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "paused": Paused(trial="t", reason="rung 3"),
     "resumed": Resumed(trial="t"),
     "decided": Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
+    "slot-freed": SlotFreed(trial="t", attempt=1, since="2026-11-26T03:00:00+00:00", seconds=2.5),
 }
 LEGAL = {
     (PENDING, "started"): RUNNING,
@@ -104,7 +106,7 @@ LEGAL = {
     **{
         (status, event): status
         for status in Phase
-        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "inherited")
+        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "inherited", "slot-freed")
     },
 }
 

@@ -17,9 +17,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.live_status import (
+    LastKnown,
     LiveStatus,
     delete_live_status,
-    last_known_steps,
+    last_known_reports,
     newest_live_status,
     view_of,
     write_live_status,
@@ -130,11 +131,12 @@ def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None
 
 def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one() -> None:
     store = MemoryStore()
-    assert last_known_steps(store, running(term=2)) == {}
+    assert last_known_reports(store, running(term=2)) == LastKnown()
     write_live_status(store, KEY, status(1))
-    assert last_known_steps(store, running(term=2)) == {"a": 59}
+    last = last_known_reports(store, running(term=2))
+    assert ({name: each.step for name, each in last.reports.items()}, last.at) == ({"a": 59}, status(1).at)
     ended = running(AttemptEnded(trial="a", cause=Cause.MACHINE, message="lost"))
-    assert last_known_steps(store, ended) == {}
+    assert last_known_reports(store, ended) == LastKnown()
 
 
 @pytest.mark.parametrize("damage", [b"torn", b'{"format":"prefect-tune/live-status","version":9}'])

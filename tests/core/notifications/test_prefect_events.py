@@ -88,6 +88,7 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "attempt": 1,
         "from_step": 0,
         "from_sequence": None,
+        "at": None,
     }
     checkpoint = committed(2, 3).model_dump(mode="json")["checkpoint"]
     assert saved == {
@@ -98,6 +99,7 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "retires": [],
         "sent_bytes": None,
         "upload_seconds": None,
+        "seconds": None,
     }
     assert finished == {
         "name": "prefect-tune.finished",
@@ -106,6 +108,7 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         "reason": "done",
         "returned": False,
         "ended_early": False,
+        "use": None,
         "status": "completed",
         "attempt": 1,
         "step": 2,

@@ -44,6 +44,7 @@ from prefect_tune.core.journal_events import (
     Question,
     Requeued,
     Resumed,
+    SlotFreed,
     StopAsked,
     TrialAdded,
     Writer,
@@ -51,6 +52,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.usage_records import RunRecord, ended_after, seen
 
 __all__ = [
     "Experiment",
@@ -209,6 +211,8 @@ class Experiment(Value):
     """Questions of trials that are not answered yet."""
     past_count: int = 0
     """The number of events that are replayed to search and scheduler; see `Trial.past`."""
+    runs: tuple[RunRecord, ...] = ()
+    """When each run owned the experiment, the first one first; see `cost.cost_of`."""
     segment_digests: tuple[tuple[int, Digest], ...] = ()
     """The digests of the entries that end the segments of its history; see `segment_levels.boundaries`."""
     trials: TrialMap = Field(default_factory=TrialMap.of)
@@ -225,7 +229,12 @@ class Experiment(Value):
             raise IllegalTransition(f"{self.key}: no owner has opened it yet")
         key = self.key
         return Opened(
-            experiment=key.experiment, generation=key.generation, trial=key.trial, term=self.term, owner=self.owner
+            experiment=key.experiment,
+            generation=key.generation,
+            trial=key.trial,
+            term=self.term,
+            owner=self.owner,
+            at=self.runs[-1].began_at if self.runs and self.runs[-1].term == self.term else None,
         )
 
     def trial_key(self, trial: str) -> TrialKey:
@@ -360,6 +369,9 @@ def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
         raise IllegalTransition(f"it opens {opens} for owner {event.term}")
     restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
     opened = {"term": event.term, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
+    if event.at is not None:
+        run = RunRecord(term=event.term, began_at=event.at, slots=event.owner.slots)
+        opened["runs"] = (*experiment.runs, run)
     return experiment.model_copy(update=opened)
 
 
@@ -407,7 +419,8 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     for name in {**event.checkpoints, **event.reached}:
         trial = _known(experiment, name)
         experiment = _with(experiment, with_adopted(trial, event, has_own_journal=trial.own_journal))
-    return experiment.model_copy(update={"settled_from": experiment.opened_at})
+    runs = seen(experiment.runs, event.seen_at)
+    return experiment.model_copy(update={"settled_from": experiment.opened_at, "runs": runs})
 
 
 def _forked(experiment: Experiment, event: Forked) -> Experiment:
@@ -470,6 +483,9 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             )
         case Committed():
             return _progressed(_with(experiment, now))
+        case SlotFreed(since=since, seconds=seconds):
+            runs = ended_after(experiment.runs, since, seconds)
+            return _with(experiment, now).model_copy(update={"runs": runs})
         case _:
             return _with(experiment, now)
     noted = _with_past(experiment, now, past_event)

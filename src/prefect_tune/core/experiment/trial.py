@@ -25,6 +25,7 @@ from prefect_tune.core.journal_events import Cause, CheckpointRef, Claim, Quaran
 from prefect_tune.core.models import StepReport, TrialId, Value, first_line, flat, plural, shown_size
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.usage_records import AttemptRecord
 
 __all__ = [
     "ENDED",
@@ -186,6 +187,8 @@ class Trial(Value):
 
     Only `wasted_steps` depends on it.
     """
+    reached_seconds: float = 0.0
+    """The training time up to that step; 0 where it is not known. Only the cost depends on it."""
     vanished: bool = False
     """Whether the owner of its last attempt vanished."""
     reason: str = ""
@@ -204,6 +207,8 @@ class Trial(Value):
     """An exploit that the scheduler has decided and the trial has not carried out yet."""
     past: tuple[PastEvent, ...] = ()
     """The events that are replayed to search and scheduler when the experiment is resumed, oldest first."""
+    records: tuple[AttemptRecord, ...] = ()
+    """What each of its attempts used, the first one first; see `cost.cost_of`."""
 
     @property
     def status(self) -> Status:

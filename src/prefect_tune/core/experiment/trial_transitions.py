@@ -49,11 +49,13 @@ from prefect_tune.core.journal_events import (
     Requeued,
     Resumed,
     Retired,
+    SlotFreed,
     Started,
     Writer,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds, slot_freed
 
 __all__ = [
     "ENDED",
@@ -124,7 +126,8 @@ def with_adopted(trial: Trial, event: Adopted, *, has_own_journal: bool = False)
         trial = _with_checkpoint(trial, checkpoint)
     if (reached := event.reached.get(trial.trial)) is not None:
         known = {"reached": max(reached, trial.reached or 0), "vanished": trial.vanished or not has_own_journal}
-        trial = trial.model_copy(update=known)
+        seconds = {"reached_seconds": max(trial.reached_seconds, event.trained_seconds.get(trial.trial, 0.0))}
+        trial = trial.model_copy(update={**known, **seconds})
     return trial
 
 
@@ -142,6 +145,7 @@ def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
             "claims": (),
             "collected_up_to": 0,
             "started_from": None,
+            "records": (),
         }
     )
 
@@ -178,6 +182,8 @@ def _apply_to_trial(trial: Trial, event: OneTrialsEvent, number: int, writer: Wr
             return _cloned(trial, event)
         case Finished() | Paused() | Requeued() | Resumed() | Decided():
             return _apply_reason(trial, event)
+        case SlotFreed(attempt=attempt, since=since, seconds=seconds):
+            return trial.model_copy(update={"records": slot_freed(trial.records, attempt, since, seconds)})
         case _:
             return _apply_checkpoint_event(trial, event, number, writer)
 
@@ -204,9 +210,10 @@ def _apply_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | 
     match event:
         case Finished():
             ends = {"reason": event.reason, "returned": event.returned, "ended_early": event.ended_early}
-            return trial.model_copy(update=ends)
+            return trial.model_copy(update={**ends, "records": _ended_record(trial, event.use, is_lost=False)})
         case Paused():
-            return trial.model_copy(update={"reason": event.reason, "cause": None})
+            records = _ended_record(trial, event.use, is_lost=False)
+            return trial.model_copy(update={"reason": event.reason, "cause": None, "records": records})
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
         case Decided(decision=Exploit() as exploit):
@@ -230,21 +237,44 @@ def _started(trial: Trial, event: Started) -> Trial:
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
+    wasted_steps = max(0, max(trial.step, trial.reached or 0) - event.from_step)
     return trial.model_copy(
         update={
             "attempt": event.attempt,
             "step": event.from_step,
             "metrics": start.metrics if start else {},
             "trained_seconds": start.trained_seconds if start else 0.0,
-            "wasted_steps": trial.wasted_steps + max(0, max(trial.step, trial.reached or 0) - event.from_step),
+            "wasted_steps": trial.wasted_steps + wasted_steps,
             "wasted_at_least": trial.wasted_at_least or trial.vanished,
             "reached": None,
+            "reached_seconds": 0.0,
             "vanished": False,
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,
             "reason": "",
+            "records": _started_records(trial, event, has_lost_steps=wasted_steps > 0),
         }
     )
+
+
+def _started_records(trial: Trial, event: Started, *, has_lost_steps: bool) -> tuple[AttemptRecord, ...]:
+    """Return the records with that of a new attempt, whose slot may be known already."""
+    records, begun = trial.records, {"attempt": event.attempt, "began_at": event.at}
+    if records and records[-1].attempt == event.attempt:
+        return (*records[:-1], records[-1].model_copy(update=begun))
+    if records and has_lost_steps:
+        records = (*records[:-1], records[-1].model_copy(update={"is_lost": True}))
+    return (*records, AttemptRecord(**begun))
+
+
+def _ended_record(trial: Trial, use: AttemptUse | None, *, is_lost: bool) -> tuple[AttemptRecord, ...]:
+    """Return the records after the end of the last attempt; unchanged if it is over already."""
+    if not trial.records or trial.records[-1].is_over:
+        return trial.records
+    newest = newest_checkpoint(trial)
+    trained_seconds = max(trial.trained_seconds, trial.reached_seconds)
+    unsaved_seconds = max(0.0, trained_seconds - (newest.trained_seconds if newest else 0.0))
+    return (*trial.records[:-1], trial.records[-1].ended(use, unsaved_seconds, is_lost=is_lost))
 
 
 def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -> None:
@@ -260,7 +290,7 @@ def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -
 
 
 def _committed(trial: Trial, event: Committed, number: int) -> Trial:
-    committed = _with_checkpoint(trial, event.checkpoint)
+    committed = _with_checkpoint(trial, event.checkpoint, event.seconds)
     return _retired(committed, event.retires, number) if event.retires else committed
 
 
@@ -282,6 +312,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
             "exploits": None,
             "reason": event.reason,
             "reached": None,
+            "reached_seconds": 0.0,
             "vanished": False,
         }
     )
@@ -300,11 +331,14 @@ def _claims(trial: Trial, event: Claimed) -> tuple[Claim, ...]:
     return trial.claims if claim in trial.claims else (*trial.claims, claim)
 
 
-def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
+def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None = None) -> Trial:
     _require_acceptable(trial, checkpoint)
-    checkpoints = (*trial.checkpoints, checkpoint)
+    newest, records = newest_checkpoint(trial), trial.records
+    if records and not records[-1].is_over:
+        trained_seconds = max(0.0, checkpoint.trained_seconds - (newest.trained_seconds if newest else 0.0))
+        records = (*records[:-1], records[-1].saved(seconds, trained_seconds))
     since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
-    return trial.model_copy(update={"checkpoints": checkpoints, **since_then})
+    return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "records": records, **since_then})
 
 
 def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
@@ -378,7 +412,9 @@ def _pinned(trial: Trial, event: Pinned) -> Trial:
 
 def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
     if isinstance(event, GaveUp):
-        return trial.model_copy(update={"reason": event.message})
+        return trial.model_copy(update={"reason": event.message, "records": _ended_record(trial, None, is_lost=True)})
+    newest = newest_checkpoint(trial)
+    is_lost = event.cause is not Cause.PREEMPTED or trial.step > (newest.step if newest else 0)
     machine = event.cause is Cause.MACHINE
     users = not machine and event.cause is not Cause.PREEMPTED
     return trial.model_copy(
@@ -388,6 +424,7 @@ def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
             "machine_failures": trial.machine_failures + machine,
             "user_failures": trial.user_failures + users,
             "same_start": trial.same_start + 1 if event.at_start else 0,
+            "records": _ended_record(trial, event.use, is_lost=is_lost),
         }
     )
 

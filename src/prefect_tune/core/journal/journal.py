@@ -388,7 +388,12 @@ def _opened(
         return found  # an earlier attempt of this same call succeeded, and its reply was lost
     key = found.key
     opened = Opened(
-        experiment=key.experiment, generation=key.generation, trial=key.trial, term=found.term + 1, owner=owner
+        experiment=key.experiment,
+        generation=key.generation,
+        trial=key.trial,
+        term=found.term + 1,
+        owner=owner,
+        at=stamp.at,
     )
     events = also(found)
     if found.is_removed and Deletion() not in events:

@@ -9,7 +9,7 @@ that of a killed owner stays, and its time says how old it is. The next owner de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -19,15 +19,18 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.experiment.trial_transitions import Status, with_report
 from prefect_tune.core.journal_events import Owner
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
 __all__ = [
+    "NOTHING_KNOWN",
     "ExperimentView",
+    "LastKnown",
     "LiveStatus",
     "delete_live_status",
-    "last_known_steps",
+    "last_known_reports",
     "live_status_of",
     "newest_live_status",
     "view_of",
@@ -110,11 +113,25 @@ def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | N
     return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
 
 
-def last_known_steps(store: ObjectStore, experiment: Experiment) -> Mapping[str, int]:
-    """Return by running trial the last step in the live status of an earlier owner: two requests if a trial runs."""
+@dataclass(frozen=True, slots=True)
+class LastKnown:
+    """What the live status of an earlier owner has of the trials that run by the journal."""
+
+    reports: Mapping[str, StepReport] = field(default_factory=dict)
+    """By trial, its last report."""
+    at: str | None = None
+    """The time of that live status; None if there is none."""
+
+
+NOTHING_KNOWN = LastKnown()
+
+
+def last_known_reports(store: ObjectStore, experiment: Experiment) -> LastKnown:
+    """Return the last reports in the live status of an earlier owner: two requests if a trial runs."""
     runs = any(each.status is Status.RUNNING for each in experiment.trials.values())
     live = newest_live_status(store, experiment.key) if runs else None
-    return {name: each.report.step for name, each in _attempts_in(live, experiment).items() if each.report}
+    reports = {name: each.report for name, each in _attempts_in(live, experiment).items() if each.report}
+    return LastKnown(reports, live.at if live else None)
 
 
 def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:

@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.journal_events import Cause, Question
 from prefect_tune.core.models import Message, PathName, StepReport, Value
+from prefect_tune.core.usage_records import PhaseSeconds
 
 __all__ = [
     "FORK",
@@ -221,6 +222,8 @@ class StepDone(Value):
     """Whether the trial waits for an answer whether to continue."""
     over: Message = ""
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
+    seconds: PhaseSeconds | None = None
+    """The seconds since the trainable was loaded."""
 
 
 class Part(Value):
@@ -254,6 +257,8 @@ class TrialEnded(Value):
     """The question that has to be answered before the trial can continue."""
     waits: bool = False
     """Whether the process waits to run another trial with the same trainable."""
+    seconds: PhaseSeconds | None = None
+    """The seconds since the trainable was loaded; None if it was not."""
 
 
 class Directive(Value):
@@ -276,6 +281,8 @@ class Broke(Value):
     cause: Cause
     message: Message
     traceback: Message
+    seconds: PhaseSeconds | None = None
+    """The seconds since the trainable was loaded; None if it was not."""
 
 
 _ToTrial: TypeAlias = (

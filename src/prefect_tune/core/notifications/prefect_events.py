@@ -99,7 +99,7 @@ VERSION = 1
 NOT_EMITTED = frozenset(
     (
         *("absorbed", "decided", "opened", "reported", "trial-added"),
-        *("claimed", "retired"),
+        *("claimed", "retired", "slot-freed"),
         *("adopted", "configured", "forked", "deletion"),
     )
 )

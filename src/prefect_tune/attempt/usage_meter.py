@@ -1,0 +1,331 @@
+"""Measure what an attempt uses: its phases with a monotonic clock, its processes by /proc, its GPUs by NVML.
+
+psutil is not needed for that: Prefect does not bring it, and it reads each process of the machine to find the children
+of one. A sample is taken once a second, or less often, so that it takes a thousandth of a processor at most.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.messages.process_messages import FromTrial, StepDone
+from prefect_tune.core.models import shown_size
+from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
+from prefect_tune.journal_access import new_write_id
+
+_LEAST_PERIOD_SECONDS = 1.0
+_SHARE = 1200
+"""The pause after a sample is at least this multiple of the processor time that it took."""
+_NEAR = 0.95
+"""A process killed at this share of its limit, or above, was killed for its memory."""
+
+
+class UsageMeter:
+    """The clock and the samples of one attempt. It begins when it is made; call it from the attempt's thread."""
+
+    def __init__(self, memory: MemoryLimit | None = None) -> None:
+        """Args: memory: the limit of the trial's memory. Default: that of this process, which starts the trial's."""
+        self.began_at = new_write_id().at
+        self._memory_limit = memory or MemoryLimit()
+        self._kills = self._memory_limit.kills()
+        self._due = self._kills_due = 0.0
+        self.environment: Mapping[str, str] = {}
+        """Variables of the trial's process besides those of this one, such as its GPUs."""
+        self._began = time.monotonic()
+        self._restored_seconds = 0.0
+        self._loaded_at: float | None = None
+        self._ended_at: float | None = None
+        self._trial = PhaseSeconds()
+        self._phase = "training"
+        self._processes: _ProcessSamples | None = None  # before it is loaded, and for a thread of this process
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Measure the block as a restore."""
+        began = time.monotonic()
+        yield
+        self._restored_seconds += time.monotonic() - began
+
+    def loaded(self, pid: int) -> None:
+        """Take in that the trainable is loaded, in the process `pid` of a rank: its first sample is taken now."""
+        self._loaded_at = time.monotonic()
+        if pid == os.getpid() or not Path(f"/proc/{pid}").is_dir():
+            return
+        if self._processes is None:
+            self._processes = _ProcessSamples(pid, {**os.environ, **self.environment})
+        else:
+            self._processes.add(pid)
+
+    def received(self, message: FromTrial) -> None:
+        """Take in the seconds of the trial's message."""
+        seconds = getattr(message, "seconds", None)
+        if isinstance(seconds, PhaseSeconds):
+            self._trial = seconds
+        if isinstance(message, StepDone) and message.over and self._processes is not None:
+            self._processes.sample()  # its checkpoint is journaled with the end, in another thread
+
+    def look(self, phase: str) -> None:
+        """Take in what the trial does now, `training`, `saving` or `waiting`, and take a sample if one is due."""
+        self._phase, now = phase, time.monotonic()
+        if now >= self._kills_due:
+            self._kills, self._kills_due = self._memory_limit.kills(), now + _LEAST_PERIOD_SECONDS
+        if self._processes is not None and now >= self._due:
+            began = time.thread_time()
+            self._processes.sample()
+            self._due = time.monotonic() + max(_LEAST_PERIOD_SECONDS, _SHARE * (time.thread_time() - began))
+
+    def ended(self) -> None:
+        """Take in that the trial has ended, or is to be ended: take the last sample while its processes are there."""
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            if self._processes is not None:
+                self._processes.sample()
+
+    def seconds_at(self, done: StepDone) -> PhaseSeconds:
+        """Return the seconds of the attempt up to a step."""
+        return self._before_training(done.seconds or PhaseSeconds())
+
+    def use(self) -> AttemptUse:
+        """Return what the attempt has used so far. May be called from any thread."""
+        now = time.monotonic()
+        until, ending = (now, 0.0) if self._ended_at is None else (self._ended_at, now - self._ended_at)
+        seconds = self._before_training(self._trial)
+        rest = until - self._began - seconds.total
+        phase = self._phase if self._loaded_at is not None else "start"
+        seconds = seconds.plus(phase, max(0.0, rest)).plus("ending", ending)
+        return AttemptUse(seconds=_rounded(seconds), **(self._processes.figures() if self._processes else {}))
+
+    def is_out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process since the last look, or the trial was near the limit.
+
+        The count is that of a control group, or of the machine: an earlier kill may be that of another trial.
+        """
+        peak = self._processes.memory.peak if self._processes is not None else None
+        return self._was_killed() or (peak or 0) >= _NEAR * self._memory_limit.limit_bytes()
+
+    def memory_words(self) -> str:
+        """Return the highest memory, the limit, and the largest process of the trial with its last sample."""
+        peak_bytes, limit_bytes, process = 0, self._memory_limit.limit_bytes(), ""
+        if self._processes is not None:
+            pid, size_bytes = self._processes.largest
+            peak_bytes = round(self._processes.memory.peak or 0)
+            process = f" (process {pid}, {shown_size(size_bytes)} in its last sample)"
+        if self._was_killed():  # the last second is in no sample
+            peak_bytes = max(peak_bytes, self._memory_limit.peak_bytes())
+        return f"out of memory: peak {shown_size(peak_bytes)} of limit {shown_size(limit_bytes)}{process}"
+
+    def _was_killed(self) -> bool:
+        return self._memory_limit.kills() > self._kills
+
+    def _before_training(self, trial: PhaseSeconds) -> PhaseSeconds:
+        """Return the trial's own seconds with those of the supervisor before it was loaded."""
+        start = self._loaded_at - self._began - self._restored_seconds if self._loaded_at is not None else 0.0
+        return _rounded(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
+
+
+def _rounded(seconds: PhaseSeconds) -> PhaseSeconds:
+    return PhaseSeconds(**{name: round(value, 4) for name, value in seconds.model_dump().items()})
+
+
+# Sample the processes of a trial, and the GPUs that they see.
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class _ProcessSamples:
+    """Samples of the ranks' processes and their descendants: memory, processor time, GPUs. Call `figures` from any thread."""
+
+    def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
+        """Take the first sample. Args: environment: all variables of the process."""
+        self._pids = [pid]
+        self._gpu_names = environment.get("CUDA_VISIBLE_DEVICES")
+        self._guard = threading.Lock()
+        self._cpu_begin: float | None = None
+        self._cpu_seconds = 0.0
+        self.memory = _Samples()
+        self._gpu_memory = _Samples()
+        self._gpu_utilization = _Samples()
+        self.largest = pid, 0
+        self.sample()
+
+    def add(self, pid: int) -> None:
+        """Sample another process and its descendants too."""
+        self._pids.append(pid)
+        self.sample()
+
+    def sample(self) -> None:
+        """Take a sample; of a process that has ended there is none."""
+        stats = {pid: _stat(pid) for root in self._pids for pid in _tree(root)}
+        found = {pid: stat for pid, stat in stats.items() if stat is not None and stat[1]}  # else it has ended
+        gpus = _gpu_sample(self._gpu_names)
+        with self._guard:
+            if found:
+                self._take_in(found)
+            if gpus is not None:
+                self._gpu_memory.add(gpus[0])
+                self._gpu_utilization.add(gpus[1])
+
+    def _take_in(self, found: Mapping[int, tuple[float, int]]) -> None:
+        cpu_seconds = sum(seconds for seconds, _ in found.values())
+        if self._cpu_begin is None:
+            self._cpu_begin = cpu_seconds
+        self._cpu_seconds = max(self._cpu_seconds, cpu_seconds - self._cpu_begin)
+        self.memory.add(sum(size_bytes for _, size_bytes in found.values()))
+        self.largest = max(((pid, size_bytes) for pid, (_, size_bytes) in found.items()), key=lambda each: each[1])
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of an `AttemptUse`."""
+        with self._guard:
+            utilization = self._gpu_utilization.mean
+            return {
+                "cpu_seconds": round(self._cpu_seconds, 2),
+                "peak_memory_bytes": _whole(self.memory.peak),
+                "mean_memory_bytes": _whole(self.memory.mean),
+                "peak_gpu_memory_bytes": _whole(self._gpu_memory.peak),
+                "mean_gpu_utilization": None if utilization is None else round(utilization, 3),
+            }
+
+
+class _Samples:
+    """The highest of some numbers, and their mean."""
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self.peak = value if self.peak is None else max(self.peak, value)
+        self._sum += value
+        self._count += 1
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._count if self._count else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """Yield the process and its descendants. Each thread lists the children that it has started."""
+    yield pid
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
+            with suppress(OSError):
+                children = _text(f"/proc/{pid}/task/{thread}/children")
+                for child in children.split():
+                    yield from _tree(int(child))
+
+
+def _stat(pid: int) -> tuple[float, int] | None:
+    """Return the processor time of a process, that of its children that have ended included, and its memory."""
+    try:
+        fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
+    except OSError:
+        return None
+    return sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE_BYTES
+
+
+def _number_after(text: str, name: str) -> int:
+    """Return the number after `name`. Raises `ValueError` if there is none."""
+    return int(text.partition(name)[2].split(maxsplit=1)[0])
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
+        return file.read()
+
+
+class MemoryLimit:
+    """The memory limit of this process: that of its control groups (version 2, or 1), or all memory of the machine."""
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> None:
+        self._folders: list[Path] = []
+        with suppress(OSError):
+            for line in own.read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if controllers in ("", "memory"):
+                    top = root / controllers
+                    group = top / path.lstrip("/")
+                    self._folders += [each for each in (group, *group.parents) if each.is_relative_to(top)]
+
+    def limit_bytes(self) -> int:
+        """Return the lowest limit."""
+        limits = self._numbers("memory.max", "memory.limit_in_bytes")
+        return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
+
+    def peak_bytes(self) -> int:
+        """Return the highest memory of the group; 0 if that is not counted."""
+        return next(self._numbers("memory.peak", "memory.max_usage_in_bytes"), 0)
+
+    def kills(self) -> int:
+        """Return how many processes the kernel has killed in it for memory; without a count, on the whole machine."""
+        for folder in self._folders[:1]:
+            for name in ("memory.events", "memory.oom_control"):
+                with suppress(OSError, ValueError, IndexError):
+                    return _number_after(_text(f"{folder}/{name}"), "oom_kill ")
+        with suppress(OSError, ValueError, IndexError):
+            return _number_after(_text("/proc/vmstat"), "oom_kill ")
+        return 0
+
+    def _numbers(self, *names: str) -> Iterator[int]:
+        for folder in self._folders:
+            for name in names:
+                with suppress(OSError, ValueError):  # "max" is no limit
+                    yield int(_text(f"{folder}/{name}"))
+
+
+@cache
+def _nvml() -> _Nvml:
+    return _Nvml()
+
+
+class _Nvml:
+    """NVIDIA's library through `nvidia-ml-py`, if both are there; loaded in a thread, since it wakes the cards up."""
+
+    def __init__(self) -> None:
+        self.library: Any = None
+        if Path("/dev/nvidiactl").exists():
+            threading.Thread(target=self._load, name="nvml", daemon=True).start()
+
+    def _load(self) -> None:
+        with suppress(ImportError):
+            import pynvml
+
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self.library = pynvml
+
+
+def _gpu_sample(names: str | None) -> tuple[int, float] | None:
+    """Return the memory in use on the GPUs `names` (None: all), and the share of time in which they computed."""
+    if (library := _nvml().library) is None:
+        return None
+    try:
+        gpus = list(_handles(library, names))
+        used_bytes = sum(int(library.nvmlDeviceGetMemoryInfo(each).used) for each in gpus)
+        busy = [float(library.nvmlDeviceGetUtilizationRates(each).gpu) for each in gpus]
+    except library.NVMLError:  # a part of a card (MIG) counts no time
+        return None
+    return (used_bytes, sum(busy) / len(busy) / 100) if busy else None
+
+
+def _handles(library: Any, names: str | None) -> Iterator[Any]:
+    if names is None:
+        yield from map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
+        return
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name.isdecimal():
+            yield library.nvmlDeviceGetHandleByIndex(int(name))
+        else:
+            yield library.nvmlDeviceGetHandleByUUID(name)

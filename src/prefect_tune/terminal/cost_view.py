@@ -1,0 +1,133 @@
+"""The cost of an experiment in words and tables, for a terminal, a report and a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
+from prefect_tune.core.models import plural, shown_size
+from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
+
+_LOSSES = 3
+_LEAST_SHARE = 0.005
+"""Smaller shares are 0 % in words, and are not named."""
+_LEAST = 0.001
+"""A shorter time, in seconds, is in no table."""
+
+
+def cost_sentence(cost: ExperimentCost) -> str:
+    """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
+
+    Empty if no slot was held yet.
+    """
+    if not cost.attempts or not cost.slot_seconds:
+        return ""
+    losses = sorted(_shares(cost, but=Category.TRAINING).items(), key=lambda each: -each[1])
+    named = ", ".join(f"{category} {_percent(share)}" for category, share in losses[:_LOSSES])
+    trained = _percent(cost.seconds[Category.TRAINING] / cost.slot_seconds)
+    label = "the largest losses" if len(losses) > 1 else "the only loss"
+    return f"{trained} of {_slots_words(cost)} was training" + (f"; {label}: {named}" if named else "")
+
+
+def _slots_words(cost: ExperimentCost) -> str:
+    """Return the time of the runs with their slots, if all have the same number; else the sum over the slots."""
+    counts = {each.slots for each in cost.runs}
+    (count,) = counts if len(counts) == 1 else (None,)
+    if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
+        return f"{format_seconds(cost.slot_seconds)} of all slots"
+    return f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
+
+
+def _shares(cost: ExperimentCost, but: Category | None = None) -> Mapping[Category, float]:
+    shares = {each: found / cost.slot_seconds for each, found in cost.seconds.items() if each is not but}
+    return {each: share for each, share in shares.items() if share >= _LEAST_SHARE}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def cost_rows(cost: ExperimentCost) -> Sequence[tuple[str, str, str]]:
+    """Return each category that took time, its time and its share."""
+    total = cost.slot_seconds or 1.0
+    return [
+        (str(each), _time(found), _percent(found / total)) for each, found in cost.seconds.items() if found >= 0.001
+    ]
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def cost_table(cost: ExperimentCost) -> Table:
+    """Return the table of categories for a terminal."""
+    table = borderless_table("slots", "time", "share")
+    for row in cost_rows(cost):
+        table.add_row(*plain_cells(row))
+    return table
+
+
+def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
+    """Return the table of a trial's attempts for a terminal: their time, the largest losses, processors, memory."""
+    used = {name: cells for name, cell in _USED.items() if any(cells := [cell(each) for each in attempts])}
+    table = borderless_table("attempt", "in all", "training", "largest losses", *used)
+    for place, each in enumerate(attempts):
+        times = _time(each.total_seconds), _time(each.seconds[Category.TRAINING])
+        resources = (cells[place] for cells in used.values())
+        table.add_row(*plain_cells((str(each.attempt), *times, _losses(each), *resources)))
+    return table
+
+
+def _losses(cost: AttemptCost) -> str:
+    lost = {each: found for each, found in cost.seconds.items() if each is not Category.TRAINING and found >= _LEAST}
+    largest = sorted(lost.items(), key=lambda each: -each[1])[:_LOSSES]
+    return ", ".join(f"{category} {_time(found)}" for category, found in largest)
+
+
+def _processors(cost: AttemptCost) -> str:
+    """Return how many processors were busy at a time, on average, since the trainable was loaded."""
+    if cost.use is None or cost.use.cpu_seconds is None:
+        return ""
+    seconds = cost.use.seconds
+    return f"{cost.use.cpu_seconds / max(0.01, seconds.total - seconds.start):.2g}"
+
+
+def _memory(cost: AttemptCost) -> str:
+    if cost.use is None or cost.use.peak_memory_bytes is None or cost.use.mean_memory_bytes is None:
+        return ""
+    return f"{shown_size(cost.use.peak_memory_bytes)} (mean {shown_size(cost.use.mean_memory_bytes)})"
+
+
+def _gpu(cost: AttemptCost) -> str:
+    if cost.use is None or cost.use.peak_gpu_memory_bytes is None:
+        return ""
+    return f"{shown_size(cost.use.peak_gpu_memory_bytes)}, {_percent(cost.use.mean_gpu_utilization or 0.0)} busy"
+
+
+_USED = {"processors": _processors, "peak memory": _memory, "GPU": _gpu}
+
+
+def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
+    """Return the cost of an experiment as JSON, without its attempts."""
+    return {
+        "slot_seconds": round(cost.slot_seconds, 3),
+        "run_seconds": round(cost.run_seconds, 3),
+        "runs": [
+            {"began_at": each.began_at.isoformat(), "seconds": round(each.seconds, 3), "slots": each.slots}
+            for each in cost.runs
+        ],
+        "seconds": _seconds_fields(cost.seconds),
+    }
+
+
+def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
+    """Return the cost of an attempt as JSON; null for what was not measured."""
+    use = cost.use.model_dump(mode="json", exclude={"seconds"}) if cost.use else {}
+    begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat()}
+    return {**begins, "seconds": _seconds_fields(cost.seconds), **use}
+
+
+def _seconds_fields(seconds: Mapping[Category, float]) -> Mapping[str, float]:
+    return {each.key: round(found, 3) for each, found in seconds.items()}

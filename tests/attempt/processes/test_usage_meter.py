@@ -1,0 +1,221 @@
+"""What the supervisor measures of its trial: real processes, a real control group that runs out of memory."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from prefect_tune.attempt import usage_meter
+from prefect_tune.attempt.outcomes import Failed, Outcome
+from prefect_tune.attempt.supervisor import supervise
+from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.journal_events import Cause
+from prefect_tune.core.messages.process_messages import StepDone
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.usage_records import PhaseSeconds
+from tests.attempt.test_supervisor import FakeCommitWorker, line
+from tests.fakes.trial_processes import start_of, supervised_process
+
+LIMIT_BYTES = 1 << 30
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+
+
+def busy(code: str) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # it has begun
+    return child
+
+
+def test_the_phases_of_an_attempt_are_its_time() -> None:
+    meter = UsageMeter()
+    with meter.restoring():
+        time.sleep(0.02)
+    meter.loaded(os.getpid())
+    meter.received(StepDone(report=StepReport(step=1, metrics={}), seconds=PhaseSeconds(training=0.03, saving=0.01)))
+    time.sleep(0.06)
+    meter.look("waiting")
+    meter.ended()
+    time.sleep(0.02)
+
+    use = meter.use()
+    assert use.seconds.restoring >= 0.02
+    assert (use.seconds.training, use.seconds.saving) == (0.03, 0.01)
+    assert use.seconds.waiting >= 0.01  # what its last message does not cover
+    assert use.seconds.ending >= 0.02
+    assert (use.cpu_seconds, use.peak_memory_bytes) == (None, None)  # a thread of this process
+
+
+def test_an_attempt_that_never_loads_its_trainable_only_starts() -> None:
+    meter = UsageMeter()
+    time.sleep(0.02)
+    meter.ended()
+    assert meter.use().seconds.start >= 0.02
+
+
+def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_children() -> None:
+    inner = "held = b'x' * (50 << 20); print(flush=True); input()"
+    starts = f"subprocess.Popen([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE).stdout.readline()"
+    child = busy(f"import subprocess, sys; held = b'x' * (80 << 20); {starts}; print(flush=True)\nwhile True: pass")
+    try:
+        meter = UsageMeter()
+        meter.loaded(child.pid)
+        time.sleep(1.0)
+        meter.ended()
+        use = meter.use()
+    finally:
+        child.kill()  # the other one reads the end of its input
+        child.wait()
+    assert use.peak_memory_bytes is not None
+    assert use.mean_memory_bytes is not None
+    assert 130 << 20 <= use.mean_memory_bytes <= use.peak_memory_bytes < 400 << 20
+    assert use.cpu_seconds is not None
+    assert use.cpu_seconds > 0.05
+
+
+def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: spent[0])
+
+    def costly(pid: int) -> Iterator[int]:
+        spent[0] += 0.05
+        yield pid
+
+    monkeypatch.setattr(usage_meter, "_tree", costly)
+    child = busy("print(flush=True); input()")
+    try:
+        meter = UsageMeter()
+        meter.loaded(child.pid)
+        meter.look("training")
+        began = spent[0]
+        for _ in range(10):
+            meter.look("training")
+    finally:
+        child.kill()
+        child.wait()
+    assert spent[0] == began  # the next one is due in a minute
+
+
+def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def handle(of: object) -> object:
+        asked.append(of)
+        return of
+
+    library = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1000),
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
+    )
+    monkeypatch.setattr(usage_meter, "_nvml", lambda: SimpleNamespace(library=library))
+    meter = UsageMeter()
+    meter.environment = {"CUDA_VISIBLE_DEVICES": "1, GPU-4af"}
+    with_child = busy("print(flush=True); input()")
+    try:
+        meter.loaded(with_child.pid)
+    finally:
+        with_child.kill()
+        with_child.wait()
+    assert asked == [1, "GPU-4af"]
+    assert (meter.use().peak_gpu_memory_bytes, meter.use().mean_gpu_utilization) == (2000, 0.5)
+
+
+@pytest.mark.parametrize("names", ["memory", ""], ids=["version 1", "version 2"])
+def test_the_limit_is_the_lowest_of_the_control_groups(tmp_path: Path, names: str) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(f"4:{names}:/a/b\n1:cpu:/c\n")
+    folder = tmp_path / names / "a" / "b"
+    folder.mkdir(parents=True)
+    limit, count = ("memory.limit_in_bytes", "memory.oom_control") if names else ("memory.max", "memory.events")
+    (folder / limit).write_text("max" if not names else str(1 << 62))
+    (folder.parent / limit).write_text("4096")
+    (folder / count).write_text("oom_kill_disable 0\noom_kill 3\n")
+
+    found = MemoryLimit(tmp_path, own)
+    assert (found.limit_bytes(), found.kills()) == (4096, 3)
+    assert MemoryLimit(tmp_path, tmp_path / "none").limit_bytes() > 4096
+
+
+def grows(_config: Mapping[str, object]) -> None:
+    """Take memory until it is killed."""
+    held = []
+    while True:
+        held.append(bytearray(4 << 20))
+        time.sleep(0.002)
+
+
+def runs_into_its_limit(_config: Mapping[str, object]) -> None:
+    """Take more address space than it may."""
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    bytearray(2 * LIMIT_BYTES)
+
+
+def outcome_of(trainable: object, folder: Path) -> Outcome:
+    target, key = LocalTarget(path=str(folder)), TrialKey(experiment="e", generation=1, trial="t")
+    spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_curve=False)
+    with supervised_process(start_of(trainable, folder), logging.getLogger()) as channel:
+        return supervise(channel, FakeCommitWorker(), spec, line(), UsageMeter())
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group with a limit of its own."""
+    for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        group = top / f"prefect-tune-test-{os.getpid()}-{threading.get_ident()}"
+        with suppress(OSError):
+            group.mkdir()
+            for name in _LIMITS:
+                if (group / name).exists():
+                    (group / name).write_text(str(LIMIT_BYTES))
+                    yield group
+                    group.rmdir()
+                    return
+            group.rmdir()
+    pytest.skip("no control group can be made here: that takes root")
+
+
+def _supervised_in(group: str, folder: str) -> None:
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    found = outcome_of(grows, Path(folder))
+    assert isinstance(found, Failed)
+    Path(folder, "outcome").write_text(f"{found.cause} {found.message}")
+
+
+def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_process(
+    control_group: Path, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.flows.preloaded"])
+    supervisor = context.Process(target=_supervised_in, args=(str(control_group), str(tmp_path)))
+    supervisor.start()
+    supervisor.join(120)
+    said = (tmp_path / "outcome").read_text()
+    assert re.match(r"out-of-memory out of memory: peak (9\d\d MiB|1 GiB) of limit 1 GiB \(process \d+, \d+ MiB", said)
+    assert "in its last sample); the trial's process ended by SIGKILL" in said
+
+
+def test_a_memory_error_says_the_limit_of_the_address_space(tmp_path: Path) -> None:
+    found = outcome_of(runs_into_its_limit, tmp_path)
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.OUT_OF_MEMORY
+    assert "the address space is limited to 1 GiB (ulimit -v); out of memory: peak " in found.message

@@ -1,0 +1,77 @@
+"""Check for any experiment on a disk that each second of its slots is booked once, however its runs ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal_events import Entry, Opened
+from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.stores.posix_store import PosixStore
+
+SHARE = 0.01
+HEARTBEAT = timedelta(seconds=5)
+MOMENT = timedelta(seconds=1)
+"""What a busy machine may take between the end of the last attempt and the last entry."""
+
+
+def require_booked_seconds(folder: Path) -> int:
+    """Check each experiment below `folder`; return how many runs of searches were checked.
+
+    The expected time is that of the journal's entries, which the ledger does not use.
+    """
+    count = 0
+    for place in folder.rglob("journal/0000000001.json"):
+        *_, name, generation, _, _ = place.parts
+        if generation.isdecimal() and "trials" not in place.relative_to(folder).parts:
+            key = JournalKey(experiment=name, generation=int(generation))
+            try:
+                found = _read(PosixStore(place.parents[3]), key)
+            except TuneError:  # the test has damaged or deleted it
+                continue
+            count += _require(*found)
+    return count
+
+
+def _read(store: PosixStore, key: JournalKey) -> tuple[Experiment, Sequence[Entry], datetime]:
+    experiment = journal.load(store, key, side_by_side=map)
+    entries = journal.history(store, key, side_by_side=map)
+    last = max(each.at for each in entries)
+    live = live_status_of(store, experiment)
+    return experiment, entries, datetime.fromisoformat(max(live.at, last) if live else last)
+
+
+def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) -> int:
+    cost, runs = cost_of(experiment, until), list(_runs(entries, until))
+    said = f"{experiment.name}: {cost.seconds}, runs {cost.runs}, by entries {runs}"
+    assert all(found >= 0 for found in cost.seconds.values()), said
+    assert all(found >= -1e-6 for each in cost.attempts for found in each.seconds.values()), said
+    if any(each.slots is None for each in cost.runs) or len(runs) != len(cost.runs):
+        return 0
+    killed = {each.term for each in entries for event in each.events if event.type == "adopted" and event.seen_at}
+    is_running = any(each.status is Status.RUNNING for each in experiment.trials.values())
+    _require_sum(cost, runs, said, unseen=HEARTBEAT * (len(killed) + is_running))
+    return len(runs)
+
+
+def _require_sum(cost: ExperimentCost, runs: Sequence[timedelta], said: str, *, unseen: timedelta) -> None:
+    slots = [each.slots or 0 for each in cost.runs]
+    expected = sum(each.total_seconds() * count for each, count in zip(runs, slots, strict=True))
+    tolerance = max(SHARE * expected, max(slots, default=0) * (MOMENT * len(runs) + unseen).total_seconds())
+    assert abs(sum(cost.seconds.values()) - expected) <= tolerance, said
+
+
+def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[timedelta]:
+    """Yield the time between the first and the last entry of each owner that an attempt can have ended with."""
+    terms = sorted({each.term for each in entries})
+    for term in terms:
+        mine = [datetime.fromisoformat(each.at) for each in entries if each.term == term and each.writer == "owner"]
+        assert any(isinstance(event, Opened) for each in entries if each.term == term for event in each.events)
+        yield (max(mine[-1], until) if term == terms[-1] else mine[-1]) - mine[0]
