@@ -11,13 +11,12 @@ import pytest
 
 from prefect_tune.attempt.outcomes import Failed, Outcome
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.core.storage.layout import TrialKey
-from tests.attempt.test_supervisor import FakeCommitWorker, line
+from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.trainables.processes import reporters
 
