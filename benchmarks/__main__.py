@@ -8,7 +8,7 @@ for name in (
     "transfer",
     "memory",
     "search",
-    "schedulers",
+    "quality.schedulers",
     "scale",
     "long_search",
     "audits",

@@ -25,8 +25,8 @@ FOLDER_FILES = 15
 FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
-PACKAGE_LINES = 56200  # 344 of them for the generation of an experiment, 1540 the drill, 850 the audit, 1400 ranks
-PACKAGE_FILES = 295  # 11 of them for the drill, 2 for the audit, 6 for ranks
+PACKAGE_LINES = 57400  # 344 for generations of an experiment, 1540 the drill, 850 the audit, 1400 ranks, 1200 the cost
+PACKAGE_FILES = 299  # 11 of them for the drill, 2 for the audit, 6 for ranks, 4 for the cost
 IMPORT_LINES = 0.095  # of all lines of the package
 ONE_IMPORTER = 39  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""

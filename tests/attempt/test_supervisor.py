@@ -84,6 +84,7 @@ class FakeChannel:
 class FakeCommitWorker:
     """Completes no save on its own: calling an item of `uploads` completes that save."""
 
+    log: logging.Logger = field(default_factory=logging.getLogger)
     error: BaseException | None = None
     code: str = ""
     asks_at: int | None = None
@@ -129,7 +130,7 @@ def supervise(
 ) -> Outcome:
     group = RankGroup(cast("Sequence[TrialChannel]", [channel]))
     worker, used = cast("CommitWorker", commit_worker), meter or UsageMeter()
-    return attempt_supervisor.supervise(group, worker, spec, link, used, logging.getLogger())
+    return attempt_supervisor.supervise(group, worker, spec, link, used)
 
 
 def line() -> InProcessLink:

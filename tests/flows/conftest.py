@@ -17,7 +17,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
-from tests.fakes.searches.booked_seconds import require_booked_seconds
+from tests.fakes.searches.left_experiments import require_booked_seconds
 from tests.fakes.servers.processes import free_port, running
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening

@@ -22,16 +22,16 @@ from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.searches.audited_journals import (
+from tests.fakes.searches.experiments import write_experiment
+from tests.fakes.searches.left_experiments import differences_below
+from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
+from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
+from tests.tuner.altered_journals import (
     Alteration,
     alterations_of,
-    differences_below,
     entries_of,
     write_altered,
 )
-from tests.fakes.searches.experiments import write_experiment
-from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
-from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
 
 KEY = JournalKey(experiment="e", generation=1)
 FAILS = {"00001": (Cause.USER, 1), "00003": (Cause.USER, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}

@@ -120,7 +120,7 @@ class Attempt:
                 rank_group(start, spec.processes_per_trial, self._process) as group,
             ):
                 commit_worker.meter, self.meter.environment = self.meter, self.request.environment
-                outcome = supervise(group, commit_worker, spec, link, self.meter, log)
+                outcome = supervise(group, commit_worker, spec, link, self.meter)
                 ending = events_of(self._name, outcome)
                 if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                     commit_worker.end(ending)

@@ -221,7 +221,7 @@ class CommitWorker:
         self._tasks = tasks
         self._journal_writer = journal_writer
         self._artifacts = artifacts
-        self._log = log
+        self.log = log
         self._waiting: list[StepReport] = []
         self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -302,7 +302,7 @@ class CommitWorker:
                 self._settle()
             self._write_end()
         except TuneError as error:
-            self._log.error("the attempt's end could not be journaled: %s", error)
+            self.log.error("the attempt's end could not be journaled: %s", error)  # noqa: TRY400 - the target's error
 
     def _write_end(self) -> None:
         if self._trial.phase is Phase.RUNNING:
@@ -335,7 +335,7 @@ class CommitWorker:
             try:
                 self._write(())
             except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
-                self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
+                self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
     def _save(self, done: StepDone, parts: Mapping[int, Path], committed: Callable[[int], None]) -> None:
@@ -355,7 +355,7 @@ class CommitWorker:
         if self._logged_at is not None and now - self._logged_at < _LOG_PERIOD.total_seconds():
             self._unlogged += 1
             return
-        log_commit(saved, metrics, self._log, self._unlogged)
+        log_commit(saved, metrics, self.log, self._unlogged)
         self._logged_at, self._unlogged = now, 0
 
     def _committed(self, done: StepDone, directory: Path) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
@@ -370,7 +370,7 @@ class CommitWorker:
             try:
                 doomed = self._commit(saved, done, time.monotonic() - began)
             except SaveOvertaken as error:
-                self._log.warning("%s", error)
+                self.log.warning("%s", error)
                 # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
                 self._write([Retired(trial=self._spec.trial.trial, retires=())], up_to=0)
                 overtaken.append(saved.key)
@@ -386,14 +386,14 @@ class CommitWorker:
     def _commit(self, saved: SavedCheckpoint, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
         trial, report, policy = self._spec.trial.trial, done.report, self._spec.retention
-        entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self._log)
+        entry = commit_entry(self._spec.target, self.experiment, saved, report, policy, upload_seconds, self.log)
         committed = entry.committed
         if self.meter is not None:
             committed = committed.model_copy(update={"seconds": self.meter.seconds_at(done)})
         ends = [Finished(trial=trial, reason=done.over, returned=False, use=self._use())] if done.over else []
         self._write((committed, *entry.quarantined, *ends), up_to=saved.key.step)
         self._commit_count += 1
-        log_damage(saved, entry.quarantined, self._log)
+        log_damage(saved, entry.quarantined, self.log)
         return entry.retired
 
     def _use(self) -> AttemptUse | None:
@@ -440,9 +440,9 @@ class CommitWorker:
 
     def _delete_leftovers(self) -> None:
         """Delete what an earlier owner retired and did not delete."""
-        self._delete(find_doomed(self._spec.target, self._spec.trial, self.experiment, self._log))
+        self._delete(find_doomed(self._spec.target, self._spec.trial, self.experiment, self.log))
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
         if doomed:
-            delete_retired(lambda: self._tasks.delete(self._trial, doomed), self._log)
+            delete_retired(lambda: self._tasks.delete(self._trial, doomed), self.log)

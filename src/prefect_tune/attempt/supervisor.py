@@ -15,7 +15,6 @@ from typing import assert_never
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
 from prefect_tune.attempt.group_saves import GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
-from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -54,26 +53,20 @@ _OTHERS_END_WITHIN = timedelta(seconds=20)
 
 
 def supervise(
-    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter, log: Log
+    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
 ) -> Outcome:
     """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires.
 
     After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
     """
-    outcome = _Supervisor(group, commit_worker, spec, link, meter, log).run()
+    outcome = _Supervisor(group, commit_worker, spec, link, meter).run()
     meter.ended()
     return outcome
 
 
 class _Supervisor:
     def __init__(
-        self,
-        group: RankGroup,
-        commit_worker: CommitWorker,
-        spec: TrialSpec,
-        link: SearchLink,
-        meter: UsageMeter,
-        log: Log,
+        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
     ) -> None:
         self._group = group
         self._saves = GroupSaves(group.world_size)
@@ -81,7 +74,6 @@ class _Supervisor:
         self._commit_worker = commit_worker
         self._spec = spec
         self._link = link
-        self._log = log
         self._failures: list[tuple[int, Failed]] = []
         """In the order in which they arrived, each with its place among what causes what."""
         self._end: Outcome | None = None
@@ -114,10 +106,7 @@ class _Supervisor:
         return "waiting" if self._asks else "saving" if is_saving else "training"
 
     def _took_in(self, rank: int, message: FromTrial) -> Outcome | None:
-        if rank in (0, OWN):
-            self._meter.received(message)
-        if self._last_message_at is not None:
-            self._last_message_at = time.monotonic()
+        self._note(rank, message)
         match message:
             case Join():
                 self._has_joined(rank)
@@ -144,6 +133,12 @@ class _Supervisor:
             case _:
                 assert_never(message)
         return self._waited_enough()
+
+    def _note(self, rank: int, message: FromTrial) -> None:
+        if rank in (0, OWN):
+            self._meter.received(message)
+        if self._last_message_at is not None:
+            self._last_message_at = time.monotonic()
 
     def _has_joined(self, rank: int) -> None:
         if self._saves.world_size != self._group.world_size:
@@ -235,7 +230,7 @@ class _Supervisor:
         why = f"step {failed.step} is not committed: {failed.why}"
         if failed.done.over:
             return self._failed(Cause.MACHINE, why)
-        self._log.warning(
+        self._commit_worker.log.warning(
             "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
         )
         self._group.tell(SaveFailed(step=failed.step))

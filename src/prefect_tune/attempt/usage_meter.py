@@ -141,7 +141,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class _ProcessSamples:
-    """Samples of the ranks' processes and their descendants: memory, processor time, GPUs. Call `figures` from any thread."""
+    """Samples of processes and their descendants: memory, processor time, GPUs. Call `figures` from any thread."""
 
     def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
         """Take the first sample. Args: environment: all variables of the process."""

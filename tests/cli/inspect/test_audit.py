@@ -11,8 +11,8 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.storage.layout import JournalKey
 from tests.fakes.command_line import Run
-from tests.fakes.searches.audited_journals import alterations_of, entries_of, write_altered
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch
+from tests.tuner.altered_journals import alterations_of, entries_of, write_altered
 
 KEY = JournalKey(experiment="e", generation=1)
 ASHA = pt.ASHA(STEPS)

@@ -1,6 +1,6 @@
 """The training that schedulers save, and the cost of their decisions.
 
-    python -m benchmarks.schedulers [--write]
+    python -m benchmarks.quality.schedulers [--write]
 
 The first table runs each scheduler over 160 recorded trainings (`tests/data/README.md`) in 200 orders, one trial at a
 time, in virtual time. The second counts the CPU time of all calls of a schedule (new trials, milestones, decisions, the

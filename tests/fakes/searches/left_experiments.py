@@ -1,12 +1,14 @@
-"""Check for any experiment on a disk that each second of its slots is booked once, however its runs ended."""
+"""Checks of the experiments that a test has left: each decision is derived again, each second is booked once."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -15,6 +17,47 @@ from prefect_tune.core.journal_events import Entry, Opened
 from prefect_tune.core.messages.live_status import live_status_of
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
+
+_FIRST_ENTRY = "0000000001.json"
+
+
+def differences_below(folder: Path) -> list[str]:
+    """Return a line for each journal below `folder` that a run of a flow has begun and that does not audit clean.
+
+    A journal that cannot be read is left out: a test has damaged it.
+    """
+    return [found for target, name in _journals_below(folder) if (found := _difference(target, name))]
+
+
+def _journals_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the target and the name of each experiment that the name means now."""
+    for place, folders, _ in os.walk(folder):
+        journals = [Path(place, each, "journal") for each in folders if each.isdecimal()]
+        is_experiment = any(each.is_dir() for each in journals)
+        folders[:] = [] if is_experiment else [each for each in folders if not each.startswith(".")]
+        if any(map(_is_of_a_flow, journals)):
+            yield Path(place).parent, Path(place).name
+
+
+def _is_of_a_flow(journal: Path) -> bool:
+    try:
+        first = json.loads((journal / _FIRST_ENTRY).read_text())
+        return first["events"][0]["owner"]["flow_run"] is not None
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _difference(target: Path, name: str) -> str:
+    from prefect_tune.tuner.audit import audit
+
+    try:
+        report = audit(name, target=str(target))
+    except InvalidInput as error:
+        return f"{target}/{name}: {error}"
+    except TuneError:
+        return ""
+    return f"{target}/{name}: {report.summary}" if report.difference else ""
+
 
 SHARE = 0.01
 HEARTBEAT = timedelta(seconds=5)

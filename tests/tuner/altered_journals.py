@@ -1,15 +1,12 @@
-"""Journals for audits: those that flows have left in a folder, and those in which one decision is altered."""
+"""Journals in which one decision is altered, and the chain of digests made anew."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.journal.journal import decode_entry
 from prefect_tune.core.journal_events import (
     Absorbed,
@@ -31,51 +28,6 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
-
-# Journals that flows have left.
-
-_FIRST_ENTRY = "0000000001.json"
-
-
-def differences_below(folder: Path) -> list[str]:
-    """Return a line for each journal below `folder` that a run of a flow has begun and that does not audit clean.
-
-    A journal that cannot be read is left out: a test has damaged it.
-    """
-    return [found for target, name in _journals_below(folder) if (found := _difference(target, name))]
-
-
-def _journals_below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the target and the name of each experiment that the name means now."""
-    for place, folders, _ in os.walk(folder):
-        journals = [Path(place, each, "journal") for each in folders if each.isdecimal()]
-        is_experiment = any(each.is_dir() for each in journals)
-        folders[:] = [] if is_experiment else [each for each in folders if not each.startswith(".")]
-        if any(map(_is_of_a_flow, journals)):
-            yield Path(place).parent, Path(place).name
-
-
-def _is_of_a_flow(journal: Path) -> bool:
-    try:
-        first = json.loads((journal / _FIRST_ENTRY).read_text())
-        return first["events"][0]["owner"]["flow_run"] is not None
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
-def _difference(target: Path, name: str) -> str:
-    from prefect_tune.tuner.audit import audit
-
-    try:
-        report = audit(name, target=str(target))
-    except InvalidInput as error:
-        return f"{target}/{name}: {error}"
-    except TuneError:
-        return ""
-    return f"{target}/{name}: {report.summary}" if report.difference else ""
-
-
-# Journals in which one decision is altered, and the chain of digests made anew.
 
 
 @dataclass(frozen=True)
