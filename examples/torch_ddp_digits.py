@@ -20,7 +20,7 @@ class Digits(pt.Trainable):
         self.trial = trial = pt.get_trial()
         has_gpus = torch.cuda.device_count() >= trial.world_size
         self.device = torch.device("cuda", trial.local_rank) if has_gpus else torch.device("cpu")
-        distributed.init_process_group("nccl" if has_gpus else "gloo")
+        distributed.init_process_group("nccl" if has_gpus else "gloo", rank=trial.rank, world_size=trial.world_size)
         torch.manual_seed(trial.rank)  # each rank drops out other units
         images, labels = load_digits(return_X_y=True)
         self.images = torch.tensor(images / 16, dtype=torch.float32, device=self.device)

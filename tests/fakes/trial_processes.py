@@ -75,6 +75,11 @@ def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromT
     raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {said}")
 
 
+def untimed(message: FromTrial) -> FromTrial:
+    """Return a message without the seconds that the trial measured."""
+    return message.model_copy(update={"seconds": None}) if isinstance(message, TrialEnded) else message
+
+
 def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:
     """Return the metrics of the last step of a trial that ends well."""
     said = messages_of(channel)

@@ -69,7 +69,7 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
         results.best_trial("accuracy")
     with pytest.raises(pt.InvalidInput, match="scope 'first'"):
         results.best_trial(scope="first")
-    with pytest.raises(pt.InvalidInput, match="rows 'trial': expected 'trials' or 'reports'"):
+    with pytest.raises(pt.InvalidInput, match="rows 'trial': expected 'trials', 'reports' or 'attempts'"):
         results.to_arrow("trial")
 
 

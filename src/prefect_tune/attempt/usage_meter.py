@@ -34,7 +34,7 @@ class UsageMeter:
         """Args: memory: the limit of the trial's memory. Default: that of this process, which starts the trial's."""
         self.began_at = new_write_id().at
         self._memory_limit = memory or MemoryLimit()
-        self._kills = self._memory_limit.kills()
+        self._kills = self._kills_before = self._memory_limit.kills()
         self._due = self._kills_due = 0.0
         self.environment: Mapping[str, str] = {}
         """Variables of the trial's process besides those of this one, such as its GPUs."""
@@ -75,7 +75,8 @@ class UsageMeter:
         """Take in what the trial does now, `training`, `saving` or `waiting`, and take a sample if one is due."""
         self._phase, now = phase, time.monotonic()
         if now >= self._kills_due:
-            self._kills, self._kills_due = self._memory_limit.kills(), now + _LEAST_PERIOD_SECONDS
+            self._kills_before, self._kills = self._kills, self._memory_limit.kills()
+            self._kills_due = now + _LEAST_PERIOD_SECONDS
         if self._processes is not None and now >= self._due:
             began = time.thread_time()
             self._processes.sample()
@@ -103,7 +104,7 @@ class UsageMeter:
         return AttemptUse(seconds=_rounded(seconds), **(self._processes.figures() if self._processes else {}))
 
     def is_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process since the last look, or the trial was near the limit.
+        """Return whether the kernel has killed a process in the last seconds, or the trial was near the limit.
 
         The count is that of a control group, or of the machine: an earlier kill may be that of another trial.
         """
@@ -122,7 +123,7 @@ class UsageMeter:
         return f"out of memory: peak {shown_size(peak_bytes)} of limit {shown_size(limit_bytes)}{process}"
 
     def _was_killed(self) -> bool:
-        return self._memory_limit.kills() > self._kills
+        return self._memory_limit.kills() > self._kills_before  # the last look may lie between a kill and its end
 
     def _before_training(self, trial: PhaseSeconds) -> PhaseSeconds:
         """Return the trial's own seconds with those of the supervisor before it was loaded."""

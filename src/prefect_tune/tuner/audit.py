@@ -17,7 +17,7 @@ from prefect_tune.core.models import Digest
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.tuner.derivation import Derivation, Expected, Finding, Observed, Unknown, is_same
+from prefect_tune.tuner.derivation import MEASURED, Derivation, Expected, Finding, Observed, Unknown, is_same
 
 __all__ = ["AuditDifference", "AuditReport", "audit"]
 
@@ -161,7 +161,7 @@ class _Audit:
 
 def _shown(event: Event, *others: Event) -> str:
     """Return the type of an event, and its values that differ from those of the first of `others` of this type."""
-    fields = event.model_dump(mode="json", exclude={"type", "report", "fingerprint", "own_journal"})
+    fields = event.model_dump(mode="json", exclude={"type", "report", "fingerprint", "own_journal", *MEASURED})
     other = next((each.model_dump(mode="json") for each in others if each.type == event.type), {})
     differing = {name: value for name, value in fields.items() if not other or value != other.get(name)}
     words = ", ".join(f"{name} {json.dumps(value)}" for name, value in differing.items() if other or value)

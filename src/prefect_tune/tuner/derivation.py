@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prefect_tune.attempt.attempt import last_report, meets, next_start
 from prefect_tune.blocks import StorageTarget
@@ -468,9 +468,15 @@ _NO_SETTINGS = "outside a search: its journal does not hold the stop criterion a
 _NOT_HELD = "the search ends by a clock, a missing metric or a choice of a person, which the journal does not hold"
 
 
+MEASURED: Final = {"at", "seconds", "use"}
+"""Fields of events that hold what was measured, and decide nothing."""
+
+
 def is_same(event: Event, other: Event) -> bool:
-    """Return whether two events are the same in the journal, where a tuple is a list."""
-    return event == other or canonical_json(event.model_dump()) == canonical_json(other.model_dump())
+    """Return whether two events are the same in the journal, where a tuple is a list, but for what was measured."""
+    return event == other or canonical_json(event.model_dump(exclude=MEASURED)) == canonical_json(
+        other.model_dump(exclude=MEASURED)
+    )
 
 
 def _conclude_proposals(policy: SearchPolicy, plan: AuditPlan) -> None:

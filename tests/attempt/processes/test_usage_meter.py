@@ -20,7 +20,6 @@ import pytest
 
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.outcomes import Failed, Outcome
-from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
 from prefect_tune.blocks import LocalTarget
@@ -29,7 +28,7 @@ from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
-from tests.attempt.test_supervisor import FakeCommitWorker, line
+from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
 from tests.fakes.trial_processes import start_of, supervised_process
 
 LIMIT_BYTES = 1 << 30
@@ -174,7 +173,7 @@ def outcome_of(trainable: object, folder: Path) -> Outcome:
     target, key = LocalTarget(path=str(folder)), TrialKey(experiment="e", generation=1, trial="t")
     spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_curve=False)
     with supervised_process(start_of(trainable, folder), logging.getLogger()) as channel:
-        return supervise(channel, FakeCommitWorker(), spec, line(), UsageMeter())
+        return supervise(channel, FakeCommitWorker(), spec, line())
 
 
 @pytest.fixture

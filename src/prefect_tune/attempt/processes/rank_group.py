@@ -7,6 +7,7 @@ a launcher in a trial     channel of the trial's own process (`OWN`), and one of
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -194,18 +195,26 @@ def rank_group(
     with ExitStack() as opened:
         if world_size == 1:
             directory = opened.enter_context(ScratchDirectory())
-            joins = _Joins(directory, start := start.model_copy(update={"ranks_at": str(directory / "ranks")}))
+            place = {} if "MASTER_ADDR" in os.environ else _meeting_place()  # the user's own, in one process
+            alone = start.rank.model_copy(update={"variables": place})
+            start = start.model_copy(update={"ranks_at": str(directory / "ranks"), "rank": alone})
+            joins = _Joins(directory, start)
             opened.callback(joins.close)
             yield RankGroup([opened.enter_context(open_channel(start))], joins)
             return
-        port = _free_port()
+        place = _meeting_place()
         ranks = [Rank(rank=each, world_size=world_size, local_rank=each) for each in range(world_size)]
-        named = [each.model_copy(update={"variables": _variables(each, port)}) for each in ranks]
+        named = [each.model_copy(update={"variables": {**_variables(each), **place}}) for each in ranks]
         starts = [start.model_copy(update={"rank": each, "waits": False}) for each in named]
         yield RankGroup([opened.enter_context(open_channel(each)) for each in starts])
 
 
-def _variables(rank: Rank, port: int) -> Mapping[str, str]:
+def _meeting_place() -> Mapping[str, str]:
+    """Return where `torch.distributed` meets; one process has it too, and no other variable of ranks."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+
+
+def _variables(rank: Rank) -> Mapping[str, str]:
     """Return what `torch.distributed` and frameworks read, under torchrun's names."""
     return {
         "RANK": str(rank.rank),
@@ -213,8 +222,6 @@ def _variables(rank: Rank, port: int) -> Mapping[str, str]:
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_WORLD_SIZE": str(rank.world_size),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
 
 
