@@ -343,6 +343,10 @@ def _metadata_of(document: _Document) -> Metadata:
         for chunk in tensor.chunks:
             _require_fit(name, tensor, chunk, dtype.itemsize)
             places[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
+        if sum(math.prod(each.sizes) for each in tensor.chunks) != math.prod(tensor.sizes):
+            raise _DoesNotFit(
+                f"{name}: expected parts of all of {tensor.sizes}, found {len(tensor.chunks)} parts of it"
+            )
         stored[name] = TensorStorageMetadata(
             TensorProperties(dtype=dtype, requires_grad=tensor.requires_grad),
             torch.Size(tensor.sizes),

@@ -115,6 +115,7 @@ def changed(document: dict[str, Any], name: str, value: object) -> None:
         (lambda document: changed(document, "offsets", [1, 0]), "expected a part of"),
         (lambda document: changed(document, "sizes", [31]), "expected a part of"),
         (lambda document: document["tensors"]["rows"].update(dtype="load"), "expected a type of tensors"),
+        (lambda document: document["tensors"]["rows"].update(chunks=[]), "expected parts of all of"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(
