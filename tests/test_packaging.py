@@ -234,7 +234,7 @@ def test_an_error_of_a_missing_package_names_an_extra_that_brings_it() -> None:
     asked = [(extra, re.findall(r"\w+", modules) or [extra]) for extra, modules in _MISSING.findall(source)]
     asked += [(extra, [module]) for module, extra in _REQUIRED.findall(source)]
     asked += [(name.removeprefix("prefect-"), [name]) for name in re.findall(r'NamedBlocks\("([\w-]+)"', source)]
-    assert len(asked) == 7 + 3 + 3
+    assert len(asked) == 8 + 3 + 3
     assert {extra: set(modules) - _brings(extra) for extra, modules in asked if set(modules) - _brings(extra)} == {}
     written = {each for names in re.findall(r"prefect-tune\[([a-z,]+)\]", source) for each in names.split(",")}
     assert written - PYPROJECT["project"]["optional-dependencies"].keys() == set()

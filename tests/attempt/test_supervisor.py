@@ -197,7 +197,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
             return super().receive(patience)
 
     monkeypatch.setattr(MemoryLimit, "kills", lambda _: kills[0])
-    says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
+    says = [LOADED, step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
     patient = replace(spec, silence=None)
     found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
     assert isinstance(found, Failed)

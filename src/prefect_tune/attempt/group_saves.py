@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import Part, StepDone
 from prefect_tune.stores.deadline import Deadline
 
 PARTS_WITHIN = timedelta(minutes=5)
-"""How long the parts of one checkpoint may take, from the first to the last."""
+"""How long the other parts of a checkpoint may take after that of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,14 @@ class GroupSaves:
         self._failed: set[int] = set()
         self._over = -1  # the last step of which rank 0 has said that it is over
 
+    def expect(self, step: int) -> None:
+        """All ranks are directed to save `step`, of which rank 0 may have said before that it is over."""
+        self._over = min(self._over, step - 1)
+
     def hand_over(self, done: StepDone) -> GroupSave | None:
         """Take the directory of rank 0; return the checkpoint if that was its last part."""
-        self._at(done.report.step).done = done
+        pending = self._at(done.report.step)
+        pending.done, pending.deadline = done, Deadline.after(self._within)
         return self._whole(done.report.step)
 
     def add(self, rank: int, part: Part) -> GroupSave | None:
@@ -125,7 +130,7 @@ class GroupSaves:
 
     def _whole(self, step: int) -> GroupSave | None:
         found = self._pending[step]
-        if found.done is None or len(found.parts) < len(self._others):
+        if found.done is None or not found.parts.keys() >= set(self._others):
             return None
         del self._pending[step]
         return GroupSave(found.done, {rank: each for rank, each in sorted(found.parts.items()) if each is not None})
@@ -148,14 +153,17 @@ def _not_of_all(rank: int, step: int) -> InvalidInput:
 
 
 def merge(directory: Path, parts: Mapping[int, Path]) -> None:
-    """Move the files of all `parts` into the directory of rank 0.
+    """Move the files of all `parts` into the directory of rank 0; ranks may have written into one directory.
 
     Raises:
         InvalidInput: two ranks have files of one name with different bytes, or a file where another has a folder.
+        StagedFilesChanged: a part is not there any more.
     """
     owners: dict[str, int] = {}
     for rank, part in parts.items():
-        for parent, folders, files in os.walk(part):
+        if directory.exists() and part.exists() and part.samefile(directory):
+            continue
+        for parent, folders, files in os.walk(part, onerror=_raise):
             for name in (*folders, *files):
                 source = Path(parent, name)
                 path = str(source.relative_to(part))
@@ -164,11 +172,16 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
         _remove(part)
 
 
+def _raise(error: OSError) -> None:
+    raise StagedFilesChanged(f"the part of a rank cannot be read: {error}") from error
+
+
 def _move(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
-    """Move a file, unless it is there already; make a folder, whose files follow."""
-    if source.is_dir() and (target.is_dir() or not target.exists()):
+    """Move a file or a link, unless it is there already; make a folder, whose files follow."""
+    is_folder = source.is_dir() and not source.is_symlink()
+    if is_folder and (target.is_dir() or not os.path.lexists(target)):
         target.mkdir(exist_ok=True)
-    elif not target.exists():
+    elif not os.path.lexists(target):
         source.rename(target)
     elif source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
         first, second = ranks

@@ -50,6 +50,13 @@ _DIED, _FAILED, _ENDED_EARLY = range(3)
 first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause."""
 _OTHERS_END_WITHIN = timedelta(seconds=20)
 """How long the other ranks have to end after rank 0."""
+_ALL_JOIN_WITHIN = timedelta(minutes=10)
+"""How long the ranks of a launcher have to join after the first of them: their imports differ, and their setup."""
+_FAILED_SAVES = 2
+"""So many saves that fail one after the other end the attempt: a rank hangs."""
+_REPORTS_TWICE = (
+    "the trial's own process reported a step, and so did the ranks that it has started: report in the ranks only"
+)
 
 
 def supervise(
@@ -80,8 +87,13 @@ class _Supervisor:
         self._ended_ranks: set[int] = set()
         self._ends_until: Deadline | None = None
         self._steps = 0
-        self._handed_over = 0  # counted by this thread
+        self._handed_over = self._given_up = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
+        self._failed_saves: list[str] = []
+        """Why the last checkpoints were not committed, since the last one that was."""
+        self._loaded: set[int] = set()
+        self._leave: Leave | None = None
+        self._first_join: Deadline | None = None
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
         self._left: EndOfAttempt | None = None
@@ -102,8 +114,12 @@ class _Supervisor:
                 return outcome
 
     def _phase(self) -> str:
-        is_saving = self._committed < self._handed_over and self._spec.sync.commit == "sync"
+        is_saving = self._is_uploading and self._spec.sync.commit == "sync"
         return "waiting" if self._asks else "saving" if is_saving else "training"
+
+    @property
+    def _is_uploading(self) -> bool:
+        return self._committed + self._given_up < self._handed_over
 
     def _took_in(self, rank: int, message: FromTrial) -> Outcome | None:
         self._note(rank, message)
@@ -111,17 +127,13 @@ class _Supervisor:
             case Join():
                 self._has_joined(rank)
             case StepDone() if rank == OWN:
-                raise InvalidInput(
-                    "the trial's own process reported a step, and so did the ranks that it has started: report in the "
-                    "ranks only"
-                )
+                raise InvalidInput(_REPORTS_TWICE)
             case Part():
                 self._commit(self._saves.add(rank, message))
             case Directive():
                 self._pass_on(message)
             case TrainableLoaded(code=code, pid=pid):
-                self._meter.loaded(pid)
-                self._last_message_at = time.monotonic()
+                self._has_loaded(rank, pid)
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
@@ -140,13 +152,27 @@ class _Supervisor:
         if self._last_message_at is not None:
             self._last_message_at = time.monotonic()
 
+    def _has_loaded(self, rank: int, pid: int) -> None:
+        """From when all ranks are loaded on, silence is no loading."""
+        self._meter.loaded(pid, decides=rank in (0, OWN))
+        self._loaded.add(rank)
+        if len(self._loaded) >= self._group.world_size:
+            self._last_message_at = time.monotonic()
+
     def _has_joined(self, rank: int) -> None:
+        if self._steps and self._first_join is None:
+            raise InvalidInput(_REPORTS_TWICE)
+        self._first_join = self._first_join or Deadline.after(_ALL_JOIN_WITHIN)
         if self._saves.world_size != self._group.world_size:
             self._saves = GroupSaves(self._group.world_size)
         if rank == 0 and self._asked_at is not None:
             self._group.tell(StopAndSave())
+        if rank == 0 and self._leave is not None:
+            self._group.tell(self._leave)
 
     def _pass_on(self, directive: Directive) -> None:
+        if directive.saves:
+            self._saves.expect(directive.step)
         self._group.tell_others(directive)
         if not directive.saves:
             self._saves.close(directive.step)
@@ -157,7 +183,7 @@ class _Supervisor:
         if isinstance(message, TrialEnded):
             # A rank of a launcher may return before the function that has started it, and others after it.
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
-            return self._end_with(self._ended(message)) if decides else self._waited_enough()
+            return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
         why = f"{self._named(rank)}{message.message}"
         if message.cause is Cause.OUT_OF_MEMORY:
             why = f"{why}; {self._meter.memory_words()}"
@@ -168,6 +194,11 @@ class _Supervisor:
         if self._end is None and not self._failures:
             self._end, self._ends_until = outcome, Deadline.after(_OTHERS_END_WITHIN if self._steps else _TICK)
         return self._waited_enough()
+
+    def _whole(self, outcome: Outcome) -> Outcome:
+        """Return a failure in place of the end of a trial whose last checkpoint was not committed."""
+        is_lacking = self._failed_saves and isinstance(outcome, Done)
+        return self._failed(Cause.MACHINE, self._failed_saves[-1]) if is_lacking else outcome
 
     def _gone(self, ended: RankEnded) -> Outcome | None:
         self._ended_ranks.add(ended.rank)
@@ -180,6 +211,8 @@ class _Supervisor:
         if self._end is None:
             self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN)
             self._failures.append((place, failed))
+        else:
+            self._commit_worker.log.warning("after the end of the trial: %s", failed.message.partition("\n")[0])
         return self._waited_enough()
 
     def _named(self, rank: int) -> str:
@@ -226,9 +259,10 @@ class _Supervisor:
             return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
         if (failed := self._saves.overdue()) is None:
             return None
-        self._committed += 1  # it is no longer waited for
+        self._given_up += 1
         why = f"step {failed.step} is not committed: {failed.why}"
-        if failed.done.over:
+        self._failed_saves.append(why)
+        if failed.done.over or len(self._failed_saves) >= _FAILED_SAVES:
             return self._failed(Cause.MACHINE, why)
         self._commit_worker.log.warning(
             "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
@@ -241,13 +275,14 @@ class _Supervisor:
             self._last_message_at = time.monotonic()
         self._asks = False
         if isinstance(answer, Leave):
-            self._left = answer.end
+            self._left, self._leave = answer.end, answer
         self._group.tell(answer)
 
     def _saved(self, step: int) -> None:
         self._group.tell(CheckpointSaved(step=step))
         self._last_message_at = time.monotonic()
         self._committed += 1
+        self._failed_saves.clear()
 
     def _waited_enough(self) -> Outcome | None:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
@@ -256,12 +291,15 @@ class _Supervisor:
         if self._ends_until is not None:
             if self._group.open_ranks and self._ends_until.remaining_seconds > 0:
                 return None
+            self._say_who_goes_on()
             return self._end or min(self._failures, key=itemgetter(0))[1]
         if (failed := self._failed_save()) is not None:
             return failed
+        if (absent := self._absent()) is not None:
+            return absent
         if self._link.stop.is_set():
             return self._ask_to_stop()
-        if self._committed < self._handed_over or self._asks:
+        if self._is_uploading or self._asks:
             return None  # it may wait for an upload, which has its own timeout, or for an answer
         if self._spec.silence is None or self._last_message_at is None:
             return None
@@ -275,6 +313,21 @@ class _Supervisor:
             return self._failed(Cause.USER, f"its checkpoint cannot be saved: {error}")
         return self._failed(Cause.MACHINE, f"its reports could not be written: {type(error).__name__}: {error}")
 
+    def _absent(self) -> Outcome | None:
+        """Return the failure of ranks that a launcher has not started, or that did not join in time."""
+        if self._first_join is None or self._first_join.remaining_seconds > 0:
+            return None
+        if not (missing := self._group.missing_ranks):
+            return None
+        why = f"rank {', '.join(map(str, missing))} of {self._group.world_size} did not join the trial within"
+        return self._failed(Cause.USER, f"{why} {_ALL_JOIN_WITHIN.total_seconds():g} s of the first rank")
+
+    def _say_who_goes_on(self) -> None:
+        going_on = sorted(each for each in self._group.open_ranks if each > 0)
+        if self._end is not None and going_on and self._steps:
+            ranks, within = ", ".join(map(str, going_on)), _OTHERS_END_WITHIN.total_seconds()
+            self._commit_worker.log.warning("rank %s had not ended %g s after rank 0, and was ended", ranks, within)
+
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
@@ -282,7 +335,7 @@ class _Supervisor:
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._spec.grace:
             return self._failed(Cause.PREEMPTED, "interrupted twice, and killed") if is_abandoned() else None
-        uploading = self._committed < self._handed_over
+        uploading = self._is_uploading
         late = "its checkpoint was still being uploaded after" if uploading else "it reported no checkpoint within"
         return self._failed(Cause.PREEMPTED, f"asked to stop; {late} {self._spec.grace.total_seconds():g} s")
 

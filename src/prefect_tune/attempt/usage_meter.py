@@ -53,9 +53,10 @@ class UsageMeter:
         yield
         self._restored_seconds += time.monotonic() - began
 
-    def loaded(self, pid: int) -> None:
-        """Take in that the trainable is loaded, in the process `pid` of a rank: its first sample is taken now."""
-        self._loaded_at = time.monotonic()
+    def loaded(self, pid: int, *, decides: bool = True) -> None:
+        """Take in that the trainable is loaded in the process `pid`, whose seconds count if it is that of rank 0."""
+        if decides:
+            self._loaded_at = time.monotonic()
         if pid == os.getpid() or not Path(f"/proc/{pid}").is_dir():
             return
         if self._processes is None:

@@ -343,7 +343,9 @@ def _metadata_of(document: _Document) -> Metadata:
         for chunk in tensor.chunks:
             _require_fit(name, tensor, chunk, dtype.itemsize)
             places[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
-        if sum(math.prod(each.sizes) for each in tensor.chunks) != math.prod(tensor.sizes):
+        begins = {each.offsets for each in tensor.chunks if math.prod(each.sizes)}
+        whole = sum(math.prod(each.sizes) for each in tensor.chunks) == math.prod(tensor.sizes)
+        if not whole or len(begins) < sum(math.prod(each.sizes) > 0 for each in tensor.chunks):
             raise _DoesNotFit(
                 f"{name}: expected parts of all of {tensor.sizes}, found {len(tensor.chunks)} parts of it"
             )

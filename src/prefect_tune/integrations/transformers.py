@@ -62,10 +62,12 @@ class TuneReportCheckpointCallback(TrainerCallback):
         self._over = False
         self._rank = 0
         self._alone = True
+        self._has_own_folder = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
         self._rank, self._alone = require_ranks("Trainer", args.world_size), args.world_size == 1
+        self._has_own_folder = not self._alone and _is_own(args.output_dir, self._rank)
         if args.load_best_model_at_end:
             raise InvalidInput(
                 "TrainingArguments(load_best_model_at_end=True): set it to False, since the Trainer's checkpoints are "
@@ -119,7 +121,19 @@ class TuneReportCheckpointCallback(TrainerCallback):
         """Move what this rank saved; `output_dir` may be one folder for all ranks, or one for each."""
         own = f"rng_state_{self._rank}.pth"
         for each in sorted(saved.iterdir()):
-            if each.name == own or (self._rank == 0 and not _RANDOM_STATE.fullmatch(each.name)):
+            is_of_first = self._rank == 0 and not _RANDOM_STATE.fullmatch(each.name)
+            if self._has_own_folder or is_of_first or each.name == own:
                 shutil.move(each, directory / each.name)
         if self._alone:
             saved.rmdir()
+
+
+def _is_own(output_dir: str, rank: int) -> bool:
+    """Return whether no folder of rank 0 is the same; all ranks call this."""
+    import torch
+
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    status = Path(output_dir).stat()
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (status.st_dev, status.st_ino))
+    return rank > 0 and found[rank] != found[0]

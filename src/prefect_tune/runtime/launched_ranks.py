@@ -12,6 +12,7 @@ Only this user can reach the socket: it is in a folder of mode 0700. Never: a se
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 
@@ -29,7 +31,7 @@ from prefect_tune.core.messages.process_messages import Join, Refused, Start
 from prefect_tune.runtime.group_session import session_of
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import RANKS_AT, rank_here, started_by
+from prefect_tune.runtime.ranks import RANKS_AT, rank_here, reached, started_by
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import TrialOver
 from prefect_tune.runtime.trial_errors import broke
@@ -54,8 +56,11 @@ def joined_session(call: str) -> TrialSession | None:
     if (session := _joined.get(os.getpid())) is not None:
         return session
     rank = rank_here()
-    if rank.world_size == 1 or not (address := os.environ.get(RANKS_AT)):
-        return None
+    is_rank = rank.world_size > 1 or (started_by() is not None and {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+    if not is_rank or not (address := os.environ.get(RANKS_AT)) or multiprocessing.current_process().daemon:
+        return None  # a daemon is a worker, such as that of a data loader
+    if not 0 <= rank.rank < rank.world_size:
+        raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection = _connected(address, call)
     connection.send(Join(rank=rank, pid=os.getpid()))
     match connection.receive():
@@ -68,6 +73,7 @@ def joined_session(call: str) -> TrialSession | None:
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
     _joined[os.getpid()] = session
+    os.environ[RANKS_AT] = ""  # what this process starts is no rank
     if started_by() is not None:
         _say_how_it_ends(session)
     return session
@@ -76,7 +82,8 @@ def joined_session(call: str) -> TrialSession | None:
 def _connected(address: str, call: str) -> SupervisorConnection:
     channel = socket.socket(socket.AF_UNIX)
     try:
-        channel.connect(address)
+        with reached(Path(address)) as path:
+            channel.connect(path)
     except OSError as error:
         channel.close()
         raise InvalidInput(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from prefect_tune.core.errors import InvalidInput
@@ -68,6 +70,19 @@ def rank_here() -> Rank:
     else:
         rank, size = _number("RANK") or _number("LOCAL_RANK"), max(1, _number("WORLD_SIZE"))
     return Rank(rank=rank, world_size=size, local_rank=_number("LOCAL_RANK"))
+
+
+@contextmanager
+def reached(socket: Path) -> Iterator[str]:
+    """Yield a short path to a socket: a path of more than 107 bytes can be neither bound nor connected."""
+    if not sys.platform.startswith("linux"):
+        yield str(socket)
+        return
+    folder = os.open(socket.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{socket.name}"
+    finally:
+        os.close(folder)
 
 
 def _number(variable: str) -> int:

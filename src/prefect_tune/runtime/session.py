@@ -516,8 +516,11 @@ class TrialSession:
 
     def _take_in(self) -> None:
         match self._connection.receive():
-            case CheckpointSaved(step=step) | SaveFailed(step=step) if step == self._uploading:
+            case CheckpointSaved(step=step) if step == self._uploading:
                 self._uploading = None
+            case SaveFailed(step=step):
+                self._uploading = None if step == self._uploading else self._uploading
+                self._saved_step = min(self._saved_step, step - 1)  # the next step, or the end, is saved
             case StopAndSave():
                 self.asked_to_stop = True
             case Proceed(milestone=milestone):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel
@@ -29,6 +31,7 @@ from prefect_tune.core.messages.process_messages import (
     from_trial,
 )
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
+from prefect_tune.runtime.ranks import reached
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
 OWN: Final = -1
@@ -55,6 +58,8 @@ class RankGroup:
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
         self._joins = joins
+        self._outboxes: dict[int, _Outbox] = {}
+        self._served = 0
         self._for_later: list[ToTrial] = []
         self.world_size = len(channels)
         """The number of ranks."""
@@ -77,7 +82,7 @@ class RankGroup:
         """Send a message to all ranks but the first, also to those that join later."""
         ranks = [each for each in self._channels if each > 0]
         for rank in ranks:
-            self._channels[rank].tell(message)
+            self._outbox(rank).put(message)
         if len(ranks) < self.world_size - 1:
             self._for_later.append(message)
 
@@ -90,7 +95,11 @@ class RankGroup:
         sources = {each.connection: rank for rank, each in self._open.items()}
         arriving = [] if self._joins is None else self._joins.sources
         ready = wait([*sources, *arriving], patience.total_seconds())
-        for rank in [sources[each] for each in ready if each in sources] if ready else [*self._open]:
+        if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
+            return self._take_in(*arrived, self._joins.start)
+        self._served += 1  # each rank in its turn: none waits while another sends
+        in_turn = [sources[each] for each in ready if each in sources] if ready else [*self._open]
+        for rank in sorted(in_turn, key=lambda each: (each - self._served) % (self.world_size + 1)):
             try:
                 message = self._open[rank].receive(_NOW)
             except (EOFError, MalformedMessage) as error:
@@ -98,9 +107,11 @@ class RankGroup:
                 raise RankEnded(rank, error) from None
             if message is not None:
                 return rank, message
-        if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
-            return self._take_in(*arrived, self._joins.start)
         return None
+
+    def _outbox(self, rank: int) -> _Outbox:
+        """Return the queue of messages to a rank, which may not read for long: nothing waits for it."""
+        return self._outboxes.setdefault(rank, _Outbox(self._channels[rank]))
 
     def _take_in(self, join: Join, connection: Connection, start: Start) -> tuple[int, Join] | None:
         """Add a rank that a launcher has started, or refuse it."""
@@ -115,7 +126,7 @@ class RankGroup:
             return None
         self._channels[rank.rank] = self._open[rank.rank] = channel
         for message in (start.model_copy(update={"rank": rank}), *(self._for_later if rank.rank else ())):
-            channel.tell(message)
+            self._outbox(rank.rank).put(message)
         return rank.rank, join
 
     def leave(self, rank: int) -> None:
@@ -130,6 +141,29 @@ class RankGroup:
         """End the processes of all ranks."""
         for each in self._channels.values():
             each.end()
+
+    @property
+    def missing_ranks(self) -> Sequence[int]:
+        """The ranks of a launcher that have not joined."""
+        return [each for each in range(self.world_size) if each not in self._channels] if self.is_launched else []
+
+    def close(self) -> None:
+        """Send nothing more."""
+        for each in self._outboxes.values():
+            each.put(None)
+
+
+class _Outbox:
+    """Messages to a rank, sent by a thread: a full pipe blocks that thread only. It ends with `None`."""
+
+    def __init__(self, channel: TrialChannel) -> None:
+        self._messages: SimpleQueue[ToTrial | None] = SimpleQueue()
+        self.put = self._messages.put
+        threading.Thread(target=self._send, args=(channel,), name="tune-outbox", daemon=True).start()
+
+    def _send(self, channel: TrialChannel) -> None:
+        while (message := self._messages.get()) is not None:
+            channel.tell(message)
 
 
 class _JoinedRank:
@@ -150,7 +184,8 @@ class _Joins:
 
     def __init__(self, directory: Path, start: Start) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(str(directory / "ranks"))
+        with reached(directory / "ranks") as path:
+            self.socket.bind(path)
         self.socket.listen()
         self.start = start
         """The start message of the trial's own process; that of a rank has its rank in addition."""
@@ -193,20 +228,32 @@ def rank_group(
 ) -> Iterator[RankGroup]:
     """Open the processes of an attempt, each with its rank, and end them when the block is left."""
     with ExitStack() as opened:
-        if world_size == 1:
-            directory = opened.enter_context(ScratchDirectory())
-            place = {} if "MASTER_ADDR" in os.environ else _meeting_place()  # the user's own, in one process
-            alone = start.rank.model_copy(update={"variables": place})
-            start = start.model_copy(update={"ranks_at": str(directory / "ranks"), "rank": alone})
-            joins = _Joins(directory, start)
-            opened.callback(joins.close)
-            yield RankGroup([opened.enter_context(open_channel(start))], joins)
+        if world_size > 1:
+            group = RankGroup([opened.enter_context(open_channel(each)) for each in _starts(start, world_size)])
+            opened.callback(group.close)
+            yield group
             return
-        place = _meeting_place()
-        ranks = [Rank(rank=each, world_size=world_size, local_rank=each) for each in range(world_size)]
-        named = [each.model_copy(update={"variables": {**_variables(each), **place}}) for each in ranks]
-        starts = [start.model_copy(update={"rank": each, "waits": False}) for each in named]
-        yield RankGroup([opened.enter_context(open_channel(each)) for each in starts])
+        place = {} if "MASTER_ADDR" in os.environ else _meeting_place()  # the user's own, in one process
+        start = start.model_copy(update={"rank": start.rank.model_copy(update={"variables": place})})
+        directory = opened.enter_context(ScratchDirectory())
+        joins = None
+        with suppress(OSError):  # a file system without sockets: no launcher of the trial can have ranks
+            joins = _Joins(directory, start := start.model_copy(update={"ranks_at": str(directory / "ranks")}))
+            opened.callback(joins.close)
+        if joins is None:
+            start = start.model_copy(update={"ranks_at": ""})
+        group = RankGroup([opened.enter_context(open_channel(start))], joins)
+        opened.callback(group.close)
+        yield group
+
+
+def _starts(start: Start, world_size: int) -> Iterator[Start]:
+    """Yield the start message of each rank."""
+    place = _meeting_place()
+    for each in range(world_size):
+        rank = Rank(rank=each, world_size=world_size, local_rank=each)
+        named = rank.model_copy(update={"variables": {**_variables(rank), **place}})
+        yield start.model_copy(update={"rank": named, "waits": False})
 
 
 def _meeting_place() -> Mapping[str, str]:
