@@ -149,3 +149,84 @@ def joins_twice(_config: dict[str, Any]) -> None:
     time.sleep(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
     pt.get_trial()
+
+
+def lagging(config: dict[str, Any]) -> None:
+    """Report metrics only; one rank begins late, when the other has reported more than a pipe holds."""
+    trial = pt.get_trial()
+    if trial.rank == config["rank"]:
+        time.sleep(2)
+    for at in range(config["steps"]):
+        pt.report({"loss": 1 / (at + 1)})
+
+
+def late_at_last(config: dict[str, Any]) -> None:
+    """Save each step; in the first attempt rank 1 is late at the last one."""
+    trial, begin = pt.get_trial(), 1
+    if (checkpoint := pt.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as restored:
+            begin += int(Path(restored, "rank-0").read_text())
+    for at in range(begin, config["steps"] + 1):
+        if (trial.rank, trial.attempt, at) == (1, 1, config["steps"]):
+            time.sleep(4)
+        directory = trial.new_checkpoint_dir()
+        (directory / f"rank-{trial.rank}").write_text(str(at))
+        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+
+class SlowToWrite(Sharded):
+    """Rank 0 writes more slowly than the others, also what it saves before a question."""
+
+    def step(self) -> Mapping[str, object]:
+        if self.at == 3:
+            pt.ask("go on?", save=self.save_checkpoint)
+        return super().step()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        if self.rank == 0:
+            time.sleep(0.5)
+        super().save_checkpoint(checkpoint_dir)
+
+
+class SlowSetup(Sharded):
+    """Rank 0 prepares something before it begins."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if self.rank == 0:
+            time.sleep(4)
+
+
+def _reads(seen: Any) -> None:
+    seen.put(pt.get_trial().rank)
+
+
+def with_worker(config: dict[str, Any]) -> None:
+    """A rank starts a worker that reads which rank it is."""
+    rank = pt.get_trial().rank
+    context = multiprocessing.get_context("fork")
+    seen = context.SimpleQueue()
+    worker = context.Process(target=_reads, args=(seen,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    assert seen.get() == rank
+    sharded(config)
+
+
+def runs_workers(config: dict[str, Any]) -> None:
+    """Start two ranks as programs, each of which has a worker."""
+    program = f"from tests.trainables.grouped import with_worker; with_worker({config!r})"
+    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **each}) for each in variables]
+    failed = [each for each in ranks if each.wait()]
+    if failed:
+        raise RuntimeError("a rank failed")
+
+
+def runs_one(config: dict[str, Any]) -> None:
+    """Start one rank, as `torchrun --nproc-per-node 1` does."""
+    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    if subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=False).returncode:
+        raise RuntimeError("the rank failed")

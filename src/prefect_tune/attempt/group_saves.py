@@ -169,6 +169,7 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
                 path = str(source.relative_to(part))
                 _move(source, directory / path, path, (owners.get(path, 0), rank))
                 owners.setdefault(path, rank)
+            folders[:] = [each for each in folders if Path(parent, each).exists()]  # a link to a folder was moved
         _remove(part)
 
 

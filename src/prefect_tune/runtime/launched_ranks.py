@@ -33,7 +33,7 @@ from prefect_tune.runtime.load_named import load_named
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import RANKS_AT, rank_here, reached, started_by
 from prefect_tune.runtime.session import TrialSession
-from prefect_tune.runtime.trainable import TrialOver
+from prefect_tune.runtime.trainable import TrialOver, enter
 from prefect_tune.runtime.trial_errors import broke
 
 _FIRST = 10
@@ -73,7 +73,8 @@ def joined_session(call: str) -> TrialSession | None:
     session = session_of(connection, start, cast("Stopper", load_named(start.stopper)))
     session.begin()
     _joined[os.getpid()] = session
-    os.environ[RANKS_AT] = ""  # what this process starts is no rank
+    os.environ[RANKS_AT] = ""  # what this process starts is no rank, and what it forks reads which trial this is
+    enter(session, whole_process=True)
     if started_by() is not None:
         _say_how_it_ends(session)
     return session

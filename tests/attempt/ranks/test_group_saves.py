@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.group_saves import GroupSaves, merge
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import Part, StepDone
 from prefect_tune.core.models import StepReport
 
@@ -108,3 +108,49 @@ def test_a_name_with_other_bytes_names_both_ranks(tmp_path: Path, first: str | N
             path.write_text(content)
     with pytest.raises(InvalidInput, match="weights: ranks 1 and 2 saved different files of this name"):
         merge(tmp_path / "0", {1: tmp_path / "1", 2: tmp_path / "2"})
+
+
+def parts_of(tmp_path: Path) -> tuple[Path, Path]:
+    first, second = tmp_path / "0", tmp_path / "1"
+    first.mkdir()
+    second.mkdir()
+    return first, second
+
+
+def test_a_link_in_a_part_stays_a_link_so_that_its_target_is_not_lost_unseen(tmp_path: Path) -> None:
+    first, second = parts_of(tmp_path)
+    (tmp_path / "model").mkdir()
+    (second / "model").symlink_to(tmp_path / "model")
+    merge(first, {1: second})
+    assert (first / "model").is_symlink()
+
+
+def test_a_part_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    first, second = parts_of(tmp_path)
+    second.rmdir()
+    with pytest.raises(StagedFilesChanged, match="the part of a rank cannot be read"):
+        merge(first, {1: second})
+
+
+def test_ranks_may_write_into_one_directory(tmp_path: Path) -> None:
+    first, _ = parts_of(tmp_path)
+    (first / "shard-0").touch()
+    (first / "shard-1").touch()
+    merge(first, {1: first, 2: first})
+    assert {each.name for each in first.iterdir()} == {"shard-0", "shard-1"}
+
+
+def test_a_step_that_is_over_can_be_saved_afterwards_whichever_rank_is_first() -> None:
+    saves = GroupSaves(2)
+    saves.close(3)
+    saves.expect(3)
+    assert saves.add(1, part(3, "/nowhere/1")) is None
+    assert saves.hand_over(done(3)) is not None
+
+
+def test_the_part_of_a_rank_that_does_not_exist_makes_no_checkpoint_whole() -> None:
+    saves = GroupSaves(3)
+    saves.hand_over(done(1))
+    saves.add(5, part(1, None))
+    assert saves.add(1, part(1, None)) is None
+    assert saves.add(2, part(1, None)) is not None

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +19,19 @@ import prefect_tune as pt
 from prefect_tune.attempt.group_saves import GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.testing import without_server
-from tests.trainables.grouped import Sharded, launches, napping, runs_programs, sharded
+from tests.trainables.grouped import (
+    Sharded,
+    SlowSetup,
+    SlowToWrite,
+    lagging,
+    late_at_last,
+    launches,
+    napping,
+    runs_one,
+    runs_programs,
+    runs_workers,
+    sharded,
+)
 
 supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
 
@@ -206,3 +219,50 @@ def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: 
 def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial has another process of it already"):
         launched(tmp_path, "tests.trainables.grouped:joins_twice", {})
+
+
+def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
+    result = pt.durable_trainable(lagging, {"rank": 1, "steps": 3000}, **options)
+    assert (result.status, result.step, result.attempts) == ("completed", 3000, 1)
+
+
+def test_a_last_checkpoint_that_a_rank_did_not_save_in_time_is_trained_and_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=1)))
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
+    result = pt.durable_trainable(late_at_last, {"steps": 4}, **options)
+    assert (result.status, result.step, result.attempts) == ("completed", 4, 2)
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        assert {each.name: each.read_text() for each in Path(directory).iterdir()} == {"rank-0": "4", "rank-1": "4"}
+
+
+def test_ranks_ask_a_person_with_their_checkpoint_whichever_writes_first(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="runs without a Prefect server"):
+        trained(tmp_path, SlowToWrite)
+    [checkpoint] = [each for each in pt.load_results(str(tmp_path), "e").trials["trial"].checkpoints if each.step == 3]
+    assert checkpoint.step == 3
+
+
+def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
+    result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
+    assert (result.status, result.attempts) == ("completed", 1)
+
+
+def test_a_long_path_of_temporary_files_holds_the_socket_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    result = launched(tmp_path / "target", runs_programs, {})
+    assert states(result) == undisturbed()
+
+
+@pytest.mark.parametrize("trainable", [runs_workers, runs_one])
+def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
+    result = launched(tmp_path, trainable, {})
+    assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
