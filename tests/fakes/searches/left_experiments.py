@@ -77,7 +77,7 @@ def require_booked_seconds(folder: Path) -> int:
             key = JournalKey(experiment=name, generation=int(generation))
             try:
                 found = _read(PosixStore(place.parents[3]), key)
-            except TuneError:  # the test has damaged or deleted it
+            except (TuneError, ValueError):  # the test has damaged or deleted it, or its times are texts
                 continue
             count += _require(*found)
     return count
@@ -112,9 +112,15 @@ def _require_sum(cost: ExperimentCost, runs: Sequence[timedelta], said: str, *, 
 
 
 def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[timedelta]:
-    """Yield the time between the first and the last entry of each owner that an attempt can have ended with."""
+    """Yield the time between the first and the last entry of each owner, or the last that was seen of a killed one."""
     terms = sorted({each.term for each in entries})
+    seen = {
+        terms[terms.index(each.term) - 1]: datetime.fromisoformat(event.seen_at)
+        for each in entries
+        for event in each.events
+        if event.type == "adopted" and event.seen_at
+    }
     for term in terms:
         mine = [datetime.fromisoformat(each.at) for each in entries if each.term == term and each.writer == "owner"]
         assert any(isinstance(event, Opened) for each in entries if each.term == term for event in each.events)
-        yield (max(mine[-1], until) if term == terms[-1] else mine[-1]) - mine[0]
+        yield max(mine[-1], until if term == terms[-1] else seen.get(term, mine[-1])) - mine[0]
