@@ -86,7 +86,7 @@ class _Tensor(_Model):
 class _Document(_Model):
     """The file `checkpoint.json`."""
 
-    format: Literal["prefect-tune/torch-distributed"] = "prefect-tune/torch-distributed"
+    format: Literal["prefect-tune-torch-distributed"] = "prefect-tune-torch-distributed"
     version: Literal[1] = 1
     tensors: dict[str, _Tensor]
     """By name."""

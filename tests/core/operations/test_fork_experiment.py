@@ -42,8 +42,8 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
 
 
 def known(trial: Trial) -> dict[str, object]:
-    """The fields of a trial that do not locate its bytes."""
-    elsewhere = {"checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
+    """The fields of a trial that do not locate its bytes, and do not say what it cost its origin."""
+    elsewhere = {"records", "checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
     checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
     running = {"phase": Phase.PENDING} if trial.phase is Phase.RUNNING else {}
     return {**trial.model_dump(exclude=elsewhere), "checkpoints": checkpoints, **running}

@@ -64,7 +64,7 @@ def of_ddp(directory: Path) -> Mapping[str, Any]:
 
 def of_fsdp(directory: Path) -> Mapping[str, Any]:
     """Return the bytes of each rank."""
-    assert json.loads((directory / "checkpoint.json").read_text())["format"] == "prefect-tune/torch-distributed"
+    assert json.loads((directory / "checkpoint.json").read_text())["format"] == "prefect-tune-torch-distributed"
     return {path.name: path.read_bytes() for path in directory.glob("shard-*.bin")}
 
 
