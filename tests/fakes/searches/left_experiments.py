@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -75,11 +76,8 @@ def require_booked_seconds(folder: Path) -> int:
         *_, name, generation, _, _ = place.parts
         if generation.isdecimal() and "trials" not in place.relative_to(folder).parts:
             key = JournalKey(experiment=name, generation=int(generation))
-            try:
-                found = _read(PosixStore(place.parents[3]), key)
-            except (TuneError, ValueError):  # the test has damaged or deleted it, or its times are texts
-                continue
-            count += _require(*found)
+            with suppress(TuneError, ValueError):  # the test has damaged or deleted it, or its times are texts
+                count += _require(*_read(PosixStore(place.parents[3]), key))
     return count
 
 
