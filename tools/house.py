@@ -26,7 +26,7 @@ FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
 PACKAGE_LINES = 57600  # 344 for generations of an experiment, 1540 the drill, 850 the audit, 1570 ranks, 1220 the cost
-PACKAGE_FILES = 299  # 11 of them for the drill, 2 for the audit, 6 for ranks, 4 for the cost
+PACKAGE_FILES = 300  # 11 of them for the drill, 2 for the audit, 6 for ranks, 5 for the cost
 IMPORT_LINES = 0.095  # of all lines of the package
 ONE_IMPORTER = 39  # modules that one other module imports, and that are no command, flow, logger or integration
 """These four only ever go down, or up in a commit that says for which feature."""

@@ -17,13 +17,14 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.processes.rank_group import RankGroup
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import MemoryLimit, UsageMeter
+from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.journal_events import Cause

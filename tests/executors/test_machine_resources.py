@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.executors.trial_slots import cpu_count_here, gpus_in, machine_here
+from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in
+from prefect_tune.executors.trial_slots import machine_here
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
 from prefect_tune.core.models import shown_size
 from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
@@ -238,53 +239,9 @@ def _stat(pid: int) -> tuple[float, int] | None:
     return sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE_BYTES
 
 
-def _number_after(text: str, name: str) -> int:
-    """Return the number after `name`. Raises `ValueError` if there is none."""
-    return int(text.partition(name)[2].split(maxsplit=1)[0])
-
-
 def _text(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
         return file.read()
-
-
-class MemoryLimit:
-    """The memory limit of this process: that of its control groups (version 2, or 1), or all memory of the machine."""
-
-    def __init__(self, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> None:
-        self._folders: list[Path] = []
-        with suppress(OSError):
-            for line in own.read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if controllers in ("", "memory"):
-                    top = root / controllers
-                    group = top / path.lstrip("/")
-                    self._folders += [each for each in (group, *group.parents) if each.is_relative_to(top)]
-
-    def limit_bytes(self) -> int:
-        """Return the lowest limit."""
-        limits = self._numbers("memory.max", "memory.limit_in_bytes")
-        return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
-
-    def peak_bytes(self) -> int:
-        """Return the highest memory of the group; 0 if that is not counted."""
-        return next(self._numbers("memory.peak", "memory.max_usage_in_bytes"), 0)
-
-    def kills(self) -> int:
-        """Return how many processes the kernel has killed in it for memory; without a count, on the whole machine."""
-        for folder in self._folders[:1]:
-            for name in ("memory.events", "memory.oom_control"):
-                with suppress(OSError, ValueError, IndexError):
-                    return _number_after(_text(f"{folder}/{name}"), "oom_kill ")
-        with suppress(OSError, ValueError, IndexError):
-            return _number_after(_text("/proc/vmstat"), "oom_kill ")
-        return 0
-
-    def _numbers(self, *names: str) -> Iterator[int]:
-        for folder in self._folders:
-            for name in names:
-                with suppress(OSError, ValueError):  # "max" is no limit
-                    yield int(_text(f"{folder}/{name}"))
 
 
 @cache
@@ -326,7 +283,7 @@ def _handles(library: Any, names: str | None) -> Iterator[Any]:
     if names is None:
         yield from map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
         return
-    for name in filter(None, map(str.strip, names.split(","))):
+    for name in visible_gpus(names):
         if name.isdecimal():
             yield library.nvmlDeviceGetHandleByIndex(int(name))
         else:

@@ -173,14 +173,14 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
     state, now = view.experiment, datetime.now(UTC)
-    cost = cost_of(state, freshness_of(view, now).as_of or now)
+    fresh = freshness_of(view, now)
+    cost = cost_of(state, fresh.as_of or now)
     about: dict[str, object] = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
     chosen = next(iter(chosen_trials(state, trial)), None)
     if chosen is not None and today:  # the experiment's journal does not know what maintenance has retired since
         chosen = caught_up(chosen, today[0])
     attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
     facts = _facts(view, chosen, attempts) if chosen is not None else {}
-    fresh = freshness_of(view, now)
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:

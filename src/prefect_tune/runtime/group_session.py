@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.journal_events import PROCEED, Scalar, answer_to, valid_fields
+from prefect_tune.core.journal_events import Scalar
 from prefect_tune.core.messages.process_messages import Directive, Part, Start, TrialEnded
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
@@ -96,10 +96,8 @@ class FollowingSession(TrialSession):
         save: Callable[[str], None] | None,
     ) -> dict[str, Scalar]:
         with self._reporting("pt.ask"):
-            wanted = valid_fields(PROCEED if fields is None else fields)
-            given = self._start.answers.get(key or f"step {self.step}: {question}")
-            if given is not None:
-                return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
+            if (given := self._given(self._question(question, fields, key))) is not None:
+                return given
             if save is not None:
                 self.save_last_step(save)
             raise self._leaving(TrialOver(f"rank 0 asks a person: {question}", interrupted=True))

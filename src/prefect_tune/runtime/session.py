@@ -276,14 +276,23 @@ class TrialSession:
     ) -> dict[str, Scalar]:
         """Return a person's answer; raise `TrialOver` if there is none yet: the next attempt asks again."""
         with self._reporting("pt.ask"):
-            wanted = valid_fields(PROCEED if fields is None else fields)
-            asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
-            if (given := self._start.answers.get(asked.key)) is not None:
-                return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
+            asked = self._question(question, fields, key)
+            if (given := self._given(asked)) is not None:
+                return given
             if save is not None:
                 self.save_last_step(save)
             self._wait_for_upload()
             raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
+
+    def _question(self, question: str, fields: Mapping[str, object] | None, key: str | None) -> Question:
+        wanted = valid_fields(PROCEED if fields is None else fields)
+        return Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
+
+    def _given(self, asked: Question) -> dict[str, Scalar] | None:
+        """Return the answer with which this attempt began; None if there is none."""
+        if (given := self._start.answers.get(asked.key)) is None:
+            return None
+        return answer_to(asked.fields, {name: value for name, value in given.items() if name in asked.fields})
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Report the metrics that the function returned, if any, as the last step; return how the attempt ended."""

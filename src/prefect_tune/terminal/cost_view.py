@@ -53,7 +53,7 @@ def cost_rows(cost: ExperimentCost) -> Sequence[tuple[str, str, str]]:
     """Return each category that took time, its time and its share."""
     total = cost.slot_seconds or 1.0
     return [
-        (str(each), _time(found), _percent(found / total)) for each, found in cost.seconds.items() if found >= 0.001
+        (str(each), _time(found), _percent(found / total)) for each, found in cost.seconds.items() if found >= _LEAST
     ]
 
 

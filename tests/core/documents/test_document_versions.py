@@ -62,7 +62,8 @@ def test_every_kind_of_document_is_there_once_and_has_its_own_version() -> None:
 def test_every_format_that_the_source_names_is_a_kind_of_document() -> None:
     root = Path(__file__).parents[3]
     sources = [path.read_text() for room in ROOMS for path in (root / room).rglob("*.py")]
-    named = [name for source in sources for name in re.findall(r'format: \w+\["(prefect-tune/[^"]+)"\]', source)]
+    named = [name for source in sources for name in re.findall(r'format: \w+\["([^"]+)"\]', source)]
+    named.remove("prefect-tune-torch-distributed")  # a file in a checkpoint, and no document on the target
     assert sorted(named) == sorted(KINDS)
 
 

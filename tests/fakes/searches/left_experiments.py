@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -76,17 +75,20 @@ def require_booked_seconds(folder: Path) -> int:
         *_, name, generation, _, _ = place.parts
         if generation.isdecimal() and "trials" not in place.relative_to(folder).parts:
             key = JournalKey(experiment=name, generation=int(generation))
-            with suppress(TuneError, ValueError):  # the test has damaged or deleted it, or its times are texts
-                count += _require(*_read(PosixStore(place.parents[3]), key))
+            try:
+                found = _read(PosixStore(place.parents[3]), key)
+            except (TuneError, ValueError):  # the test has damaged or deleted it, or its times are texts
+                continue
+            count += _require(*found)
     return count
 
 
 def _read(store: PosixStore, key: JournalKey) -> tuple[Experiment, Sequence[Entry], datetime]:
     experiment = journal.load(store, key, side_by_side=map)
     entries = journal.history(store, key, side_by_side=map)
-    last = max(each.at for each in entries)
+    last = max(datetime.fromisoformat(each.at) for each in entries)
     live = live_status_of(store, experiment)
-    return experiment, entries, datetime.fromisoformat(max(live.at, last) if live else last)
+    return experiment, entries, max(datetime.fromisoformat(live.at), last) if live else last
 
 
 def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) -> int:

@@ -21,7 +21,7 @@ from typing import Self
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import parse_time
-from prefect_tune.core.usage_records import AttemptRecord, AttemptUse
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds
 
 __all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of"]
 
@@ -52,14 +52,8 @@ class Category(StrEnum):
         return self.name.lower()
 
 
-_PHASES = {
-    Category.START: "start",
-    Category.RESTORING: "restoring",
-    Category.TRAINING: "training",
-    Category.SAVING: "saving",
-    Category.WAITING: "waiting",
-    Category.ENDING: "ending",
-}
+_PHASES = tuple(each for each in Category if each.key in PhaseSeconds.model_fields)
+"""What an attempt measures of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +211,7 @@ def _shared_out(
     record: AttemptRecord, before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[Category, float]:
     """Return the seconds in a slot by category: what was measured, what precedes it, and the rest by what it can be."""
-    measured = {category: float(getattr(record.seconds, phase)) for category, phase in _PHASES.items()}
+    measured = {each: float(getattr(record.seconds, each.key)) for each in _PHASES}
     seconds = dict.fromkeys(_USED, 0.0) | measured
     seconds[Category.START] += before
     rest = held_seconds - sum(seconds.values())
