@@ -21,7 +21,7 @@ from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.processes.rank_group import RankGroup
+from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import InProcessLink
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
@@ -29,6 +29,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
+    Broke,
     CheckpointSaved,
     FromTrial,
     Leave,
@@ -321,3 +322,16 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
         found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
     assert isinstance(found, Failed)
     assert (found.cause, found.message) == (Cause.PREEMPTED, "interrupted twice, and killed")
+
+
+@pytest.mark.parametrize("received", range(4))
+def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(received: int) -> None:
+    launcher, rank = (
+        FakeChannel([Broke(cause=Cause.USER, message="rank 1 failed", traceback="")]),
+        FakeChannel([], KILLED),
+    )
+    group = RankGroup(cast("Sequence[TrialChannel]", [launcher, rank]))
+    group._channels = group._open = cast("dict[int, TrialChannel]", {OWN: launcher, 1: rank})
+    group._served = received
+    with pytest.raises(RankEnded):
+        group.receive(timedelta(0))

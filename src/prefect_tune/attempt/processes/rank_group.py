@@ -99,7 +99,8 @@ class RankGroup:
             return self._take_in(*arrived, self._joins.start)
         self._served += 1  # each rank in its turn: none waits while another sends
         in_turn = [sources[each] for each in ready if each in sources] if ready else [*self._open]
-        for rank in sorted(in_turn, key=lambda each: (each - self._served) % (self.world_size + 1)):
+        # A launcher fails after the rank that made it fail: what it says is never received before that.
+        for rank in sorted(in_turn, key=lambda each: (each == OWN, (each - self._served) % self.world_size)):
             try:
                 message = self._open[rank].receive(_NOW)
             except (EOFError, MalformedMessage) as error:
