@@ -61,6 +61,8 @@ def resume(
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
     processes_per_trial: int | None = None,
+    nodes_per_trial: int | None = None,
+    min_nodes: int | None = None,
     trainable: OtherTrainableField = None,
     callbacks: CallbacksField = None,
     sync: SyncField = None,
@@ -99,6 +101,8 @@ def resume(
         resources_per_trial: resources of each trial from now on, as in `tune`: `{"cpu": 2, "gpu": 1}`.
         resources_total: resources of this machine, as in `tune`; not stored in the journal.
         processes_per_trial: how many processes train a trial together from now on, as in `tune`.
+        nodes_per_trial: how many nodes train a trial together from now on, as in `tune`.
+        min_nodes: with how many nodes an attempt begins from now on, as in `tune`.
         trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
             if the journal's name is not trusted: see `trusted_packages`.
         callbacks: callbacks from now on. The journal cannot hold callback objects: if they are not passed here, the

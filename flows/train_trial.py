@@ -7,29 +7,41 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
+from prefect.states import Completed
 
 from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.executors.remote_link import StoreLink, request_from
 from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.tasks.trials import TasksOfAttempt
 
 __all__ = ["train_trial"]
 
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
-def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int) -> State[Any]:
+def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
     """Train one attempt of a trial. Its journal records how it ends; the states of its runs only show it.
+
+    With `nodes_per_trial`, one run for each node trains the attempt; that of node 0 writes the journal.
 
     Args:
         parameters: the specification, from `spec_as_parameters`.
         orders: the request for this attempt, from `request_as_parameters`.
         attempt: its number, by which it finds its answers on the target.
+        node: the number of the node that this run is, from 0.
     """
     spec, request = parameters, request_from(orders)
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(spec.trainable, get_run_logger(), request.environment)  # it imports while the journal is opened
         link = StoreLink(spec.target, spec.trial, attempt, spec.sync.live_period).trained_in(pool)
+        if node:
+            log, tasks = get_run_logger(), TasksOfAttempt(spec)
+            how = interruptible(
+                lambda stop: train_node(spec, request, node, link.stopped_by(stop), tasks, log), grace=spec.grace
+            )
+            return Completed(message=how)
         ended = interruptible(lambda stop: attempt_of(spec)(spec, request, link.stopped_by(stop)), grace=spec.grace)
     # Prefect names the events of a flow run by its state: automations that watch runs know the usual names only.
     return State(type=ended.type, message=f"{ended.name}: {ended.message}")

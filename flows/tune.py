@@ -70,6 +70,8 @@ def tune(
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
     processes_per_trial: int = 1,
+    nodes_per_trial: int = 1,
+    min_nodes: int | None = None,
     reuse: Literal["auto", "never"] = "auto",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -138,6 +140,9 @@ def tune(
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank, as
             `torch.distributed` takes it from the environment; `pt.get_trial().rank` is its number.
+        nodes_per_trial: with `trials="deployment"`, how many flow runs train a trial together, each with
+            `processes_per_trial` ranks; they share the target only.
+        min_nodes: with how many of them an attempt begins if the others have not begun 2 minutes later. Default: all.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
         grace_period_seconds: how long trials may take to save once the search stops, for any reason: raise it where a

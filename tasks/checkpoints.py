@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from prefect import task
 
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
+from prefect_tune.core.checkpoints.commit import Reverification, alone, commit, reusable
 from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.parts import PartsOfSave, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -39,6 +41,7 @@ def save_checkpoint(
     parent: CheckpointKey | None = None,
     collected_up_to: int = 0,
     reverification: Reverification | None = None,
+    parts: PartsOfSave | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> SavedCheckpoint:
     """Publish the local `directory` as the checkpoint `key` on `target`; on return it is complete and durable.
@@ -55,11 +58,13 @@ def save_checkpoint(
             again.
         collected_up_to: the result of `trial_transitions.reused_from`; see `commit.reusable`.
         reverification: which reused blobs are read back first; see `reverification`.
+        parts: what other nodes add to the checkpoint, and how long to wait for it.
         timeout_seconds: limit of each try; no upload continues in the background after it.
 
     Raises:
         AlreadyCommitted: the key holds another save.
         InvalidInput: the directory holds something that cannot be saved.
+        PartMissing: a node did not add its part; not retried, and nothing was committed.
         StagedFilesChanged: a file in the directory changed during the save.
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
@@ -68,7 +73,17 @@ def save_checkpoint(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
         staged = StagedFiles(directory)
-        done = commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=reverification)
+        complete = partial(with_parts, store, parts) if parts is not None else alone
+        done = commit(
+            store,
+            key,
+            staged,
+            about,
+            reuse=reuse,
+            side_by_side=transfers,
+            reverification=reverification,
+            complete=complete,
+        )
         manifest = done.manifest
         return SavedCheckpoint(key, manifest.size_bytes, len(manifest.files), done.sent_bytes, done.damaged)
 

@@ -22,6 +22,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
 from prefect_tune.core.journal_events import Event
@@ -77,13 +78,14 @@ class TasksOfAttempt:
 
     spec: TrialSpec
 
-    def save(
+    def save(  # noqa: PLR0913, PLR0917 - as `AttemptTasks`
         self,
         key: CheckpointKey,
         directory: Path,
         about: About,
         before: Trial,
         reverification: Reverification,
+        parts: PartsOfSave | None = None,
     ) -> SavedCheckpoint:
         return run_here(
             save_checkpoint,
@@ -94,6 +96,7 @@ class TasksOfAttempt:
             parent=skip_prefect_introspection(parent_of_next(self.spec.trial, before)),
             collected_up_to=reused_from(before),
             reverification=reverification,
+            parts=skip_prefect_introspection(parts),
             timeout_seconds=self.spec.sync.sync_timeout_seconds,
         )
 

@@ -9,6 +9,7 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
 from prefect_tune.core.journal_events import Event
@@ -23,7 +24,13 @@ class DirectTasks:
     spec: TrialSpec
 
     def save(
-        self, key: CheckpointKey, directory: Path, about: About, before: Trial, reverification: Reverification
+        self,
+        key: CheckpointKey,
+        directory: Path,
+        about: About,
+        before: Trial,
+        reverification: Reverification,
+        parts: PartsOfSave | None = None,
     ) -> SavedCheckpoint:
         return save_checkpoint.fn(
             self.spec.target,
@@ -33,6 +40,7 @@ class DirectTasks:
             parent=parent_of_next(self.spec.trial, before),
             collected_up_to=reused_from(before),
             reverification=reverification,
+            parts=parts,
         )
 
     def clone(self, source: TrialKey, into: Experiment, last_step: int | None) -> ClonedCheckpoint:

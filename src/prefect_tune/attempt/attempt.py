@@ -10,18 +10,19 @@ before it; a trial that starts from nothing while it has checkpoints that cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, Yielded, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
-from prefect_tune.attempt.processes.rank_group import rank_group
+from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank_group
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.supervisor import supervise
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
@@ -115,22 +116,48 @@ class Attempt:
             start = self._begin(journal_writer, scratch, restored)
             if start.attempt > 1:
                 artifacts.bring_back(start.attempt)
-            with (
-                CommitWorker(spec, journal_writer, artifacts, self.tasks, log) as commit_worker,
-                rank_group(start, spec.processes_per_trial, self._process) as group,
-            ):
+            nodes = self._other_nodes(start, journal_writer.experiment)
+            with CommitWorker(spec, journal_writer, artifacts, self.tasks, log, nodes) as commit_worker:
                 commit_worker.meter, self.meter.environment = self.meter, self.request.environment
-                outcome = supervise(group, commit_worker, spec, link, self.meter)
-                ending = events_of(self._name, outcome)
-                if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
-                    commit_worker.end(ending)
-                    group.end_all()
-                else:
-                    group.end_all()
-                    commit_worker.end(ending)
-                # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
-                commit_worker.close()
+                try:
+                    with self._ranks(start, nodes) as group:
+                        outcome = supervise(group, commit_worker, spec, link, self.meter)
+                        self._end(outcome, group, commit_worker)
+                except NodesMissing as missing:
+                    cause = Cause.PREEMPTED if missing.is_stopped else Cause.MACHINE
+                    outcome = Failed(cause, str(missing), at_start=False)
+                    commit_worker.end(events_of(self._name, outcome))
+                    commit_worker.close()
         return self._as_journaled(AttemptResult(outcome, commit_worker.experiment))
+
+    def _end(self, outcome: Outcome, group: RankGroup, commit_worker: CommitWorker) -> None:
+        ending = events_of(self._name, outcome)
+        if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
+            commit_worker.end(ending)
+            group.end_all()
+        else:
+            group.end_all()
+            commit_worker.end(ending)
+        # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
+        commit_worker.close()
+
+    def _other_nodes(self, start: Start, experiment: Experiment) -> OtherNodes | None:
+        if self.spec.nodes_per_trial == 1:
+            return None
+        restored = newest_key(self.spec.trial, experiment.trial(self._name))
+        return OtherNodes(self.spec, start, experiment.term, restored, self.log)
+
+    @contextmanager
+    def _ranks(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
+        """Open the processes of the attempt, those on other nodes too. Raises NodesMissing."""
+        if nodes is None:
+            with rank_group(start, Placement(self.spec.processes_per_trial), self._process) as group:
+                yield group
+            return
+        with nodes:
+            elsewhere = nodes.begin(self.link.stop)
+            with rank_group(start, nodes.placement, self._process, elsewhere, nodes.heard_up_to) as group:
+                yield group
 
     def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:
         """Open the process of one rank; the lines of other ranks than the first name it."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import CheckpointRef, Event
@@ -41,15 +42,20 @@ class ClonedCheckpoint:
 class AttemptTasks(Protocol):
     """The tasks of one attempt. Each raises `StoreUnavailable` or `CommitUnknown` once its retries have failed."""
 
-    def save(
+    def save(  # noqa: PLR0913, PLR0917 - as `commit`
         self,
         key: CheckpointKey,
         directory: Path,
         about: About,
         before: Trial,
         reverification: Reverification,
+        parts: PartsOfSave | None = None,
     ) -> SavedCheckpoint:
-        """Publish `directory` as the checkpoint `key`; `before` is the trial's state, whose blobs can be reused."""
+        """Publish `directory` as the checkpoint `key`; `before` is the trial's state, whose blobs can be reused.
+
+        Raises:
+            PartMissing: a node did not add its part, of those that `parts` names.
+        """
         ...
 
     def clone(self, source: TrialKey, into: Experiment, last_step: int | None) -> ClonedCheckpoint:

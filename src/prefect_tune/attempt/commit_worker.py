@@ -12,11 +12,11 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks, SavedCheckpoint
-from prefect_tune.attempt.group_saves import merge
+from prefect_tune.attempt.group_saves import GroupSave, merge, remove_directory
+from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -27,6 +27,7 @@ from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
+    PartMissing,
     SaveOvertaken,
     StagedFilesChanged,
     StoreRefused,
@@ -200,7 +201,6 @@ def delete_retired(delete: Callable[[], object], log: Log) -> None:
         log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 
 
-NO_PARTS: Mapping[int, Path] = MappingProxyType({})
 _LOG_PERIOD = timedelta(seconds=10)
 # Errors of a trial's checkpoint directory: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
@@ -214,13 +214,20 @@ class CommitWorker:
     block, the thread ends after the queued work, whether or not `close` was called.
     """
 
-    def __init__(
-        self, spec: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, tasks: AttemptTasks, log: Log
+    def __init__(  # noqa: PLR0913, PLR0917 - where, and with what: none follows from another
+        self,
+        spec: TrialSpec,
+        journal_writer: JournalWriter,
+        artifacts: TrialArtifacts,
+        tasks: AttemptTasks,
+        log: Log,
+        nodes: OtherNodes | None = None,
     ) -> None:
         self._spec = spec
         self._tasks = tasks
         self._journal_writer = journal_writer
         self._artifacts = artifacts
+        self._nodes = nodes
         self.log = log
         self._waiting: list[StepReport] = []
         self._unsettled: tuple[Sequence[Event], Stamp] | None = None
@@ -257,12 +264,14 @@ class CommitWorker:
         """Queue a report; it is journaled with the next commit, or after `sync_period`."""
         self._waiting.append(report)
 
-    def save(self, done: StepDone, committed: Callable[[int], None], parts: Mapping[int, Path] = NO_PARTS) -> None:
+    def save(
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[StepDone, str], None] | None = None
+    ) -> None:
         """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.
 
-        `parts` are the directories of other ranks, which become a part of the checkpoint.
+        If a node did not add its part, the worker thread calls `failed` instead, with the reason.
         """
-        self._work.put(lambda: self._save(done, parts, committed))
+        self._work.put(lambda: self._save(save, committed, failed))
 
     def flush(self) -> None:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""
@@ -338,10 +347,20 @@ class CommitWorker:
                 self.log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
-    def _save(self, done: StepDone, parts: Mapping[int, Path], committed: Callable[[int], None]) -> None:
+    def _save(
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[StepDone, str], None] | None
+    ) -> None:
+        done = save.done
         directory = Path(done.checkpoint or "")
-        merge(directory, parts)
-        saved, doomed = self._committed(done, directory)
+        merge(directory, save.parts)
+        try:
+            saved, doomed = self._committed(done, directory, save.nodes)
+        except PartMissing as missing:
+            if failed is None:
+                raise
+            failed(done, str(missing))
+            remove_directory(directory if done.moved else None)
+            return
         committed(done.report.step)
         self._log_commit(saved, done.report.metrics)
         self._artifacts.after_commit()
@@ -358,7 +377,9 @@ class CommitWorker:
         log_commit(saved, metrics, self.log, self._unlogged)
         self._logged_at, self._unlogged = now, 0
 
-    def _committed(self, done: StepDone, directory: Path) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
+    def _committed(
+        self, done: StepDone, directory: Path, nodes: Sequence[int]
+    ) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
         """Save the checkpoint, again each time a guest quarantines one meanwhile.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
@@ -366,7 +387,7 @@ class CommitWorker:
         overtaken: list[CheckpointKey] = []
         while True:
             began = time.monotonic()
-            saved = self._saved(done.report, directory)
+            saved = self._saved(done.report, directory, nodes)
             try:
                 doomed = self._commit(saved, done, time.monotonic() - began)
             except SaveOvertaken as error:
@@ -377,11 +398,14 @@ class CommitWorker:
             else:
                 return saved, [*overtaken, *doomed]
 
-    def _saved(self, report: StepReport, directory: Path) -> SavedCheckpoint:
+    def _saved(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SavedCheckpoint:
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=self.experiment.number)
         about = self._about(report, [*self._unconfirmed(), *self._reports(report.step)])
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
-        return self._tasks.save(key, directory, about, self._trial, reverification)
+        if self._nodes is None or not nodes:
+            return self._tasks.save(key, directory, about, self._trial, reverification)
+        with self._nodes.parts(key, self._trial, nodes) as parts:
+            return self._tasks.save(key, directory, about, self._trial, reverification, parts)
 
     def _commit(self, saved: SavedCheckpoint, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""

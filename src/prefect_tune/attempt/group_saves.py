@@ -34,6 +34,8 @@ class GroupSave:
     """The report of rank 0, with its directory."""
     parts: Mapping[int, Path]
     """The directories of other ranks, by rank."""
+    nodes: tuple[int, ...] = ()
+    """The other nodes that hold files of it."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class _Pending:
     deadline: Deadline
     done: StepDone | None = None
     parts: dict[int, Path | None] = field(default_factory=dict)
+    nodes: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,16 @@ class GroupSaves:
         """
         directory = None if part.directory is None else Path(part.directory)
         if part.step in self._failed:
-            _remove(directory)
+            remove_directory(directory)
             return None
         if part.step <= self._over and part.step not in self._pending:
-            if directory is not None:
+            if directory is not None or part.node:
                 raise _not_of_all(rank, part.step)
             return None
-        self._at(part.step).parts[rank] = directory
+        pending = self._at(part.step)
+        pending.parts[rank] = directory
+        if part.node:
+            pending.nodes.add(part.node)
         return self._whole(part.step)
 
     def close(self, step: int) -> None:
@@ -99,8 +105,9 @@ class GroupSaves:
         """
         self._over = max(self._over, step)
         for at in [at for at, each in self._pending.items() if at <= step and each.done is None]:
-            for rank, directory in self._pending.pop(at).parts.items():
-                if directory is not None:
+            dropped = self._pending.pop(at)
+            for rank, directory in dropped.parts.items():
+                if directory is not None or dropped.nodes:
                     raise _not_of_all(rank, at)
 
     def without(self, ended: Collection[int]) -> str:
@@ -119,7 +126,7 @@ class GroupSaves:
             del self._pending[step]
             self._failed.add(step)
             for directory in (*each.parts.values(), Path(each.done.checkpoint or "")):
-                _remove(directory)
+                remove_directory(directory)
             missing = _named([rank for rank in self._others if rank not in each.parts])
             why = f"{missing} did not add its part within {self._within.total_seconds():g} s"
             return FailedSave(step, why, each.done)
@@ -133,14 +140,16 @@ class GroupSaves:
         if found.done is None or not found.parts.keys() >= set(self._others):
             return None
         del self._pending[step]
-        return GroupSave(found.done, {rank: each for rank, each in sorted(found.parts.items()) if each is not None})
+        parts = {rank: each for rank, each in sorted(found.parts.items()) if each is not None}
+        return GroupSave(found.done, parts, tuple(sorted(found.nodes)))
 
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def _remove(directory: Path | None) -> None:
+def remove_directory(directory: Path | None) -> None:
+    """Remove a directory of this machine, if there is one."""
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -170,7 +179,7 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
                 _move(source, directory / path, path, (owners.get(path, 0), rank))
                 owners.setdefault(path, rank)
             folders[:] = [each for each in folders if Path(parent, each).exists()]  # a link to a folder was moved
-        _remove(part)
+        remove_directory(part)
 
 
 def _raise(error: OSError) -> None:

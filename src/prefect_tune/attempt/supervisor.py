@@ -7,13 +7,14 @@ for hours, so they are ended, after the moment in which a failure that caused an
 
 from __future__ import annotations
 
+import queue
 import time
 from datetime import timedelta
 from operator import itemgetter
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
-from prefect_tune.attempt.group_saves import GroupSave, GroupSaves
+from prefect_tune.attempt.group_saves import FailedSave, GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
@@ -45,6 +46,8 @@ _TICK = timedelta(seconds=0.1)
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
 """How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
+_CAUSE_KNOWN_WITHIN = timedelta(minutes=1)
+"""How long the same may take where nodes are heard every few seconds only."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
 """What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
 first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause."""
@@ -86,9 +89,12 @@ class _Supervisor:
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._ends_until: Deadline | None = None
+        self._failed_at = 0.0
         self._steps = 0
         self._handed_over = self._given_up = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
+        self._not_whole: queue.SimpleQueue[tuple[StepDone, str]] = queue.SimpleQueue()
+        """Checkpoints to which a node did not add its part, with the reason; the commit worker's thread adds them."""
         self._failed_saves: list[str] = []
         """Why the last checkpoints were not committed, since the last one that was."""
         self._loaded: set[int] = set()
@@ -209,11 +215,17 @@ class _Supervisor:
     def _fail(self, failed: Failed, place: int) -> Outcome | None:
         """Return the failure, once those that may have caused it are known; `place` is among what causes what."""
         if self._end is None:
-            self._ends_until = self._ends_until or Deadline.after(_CAUSE_WITHIN)
+            if self._ends_until is None:
+                self._failed_at, self._ends_until = time.monotonic(), Deadline.after(_CAUSE_KNOWN_WITHIN)
             self._failures.append((place, failed))
         else:
             self._commit_worker.log.warning("after the end of the trial: %s", failed.message.partition("\n")[0])
         return self._waited_enough()
+
+    def _knows_cause(self) -> bool:
+        """Whether a failure that caused the first one has arrived: on other nodes, one is seen by their silence."""
+        known_from = self._failed_at + _CAUSE_WITHIN.total_seconds()
+        return time.monotonic() >= known_from and self._group.heard_up_to() >= self._failed_at
 
     def _named(self, rank: int) -> str:
         return f"rank {rank}: " if self._group.world_size > 1 and rank != OWN else ""
@@ -251,13 +263,13 @@ class _Supervisor:
 
     def _commit(self, save: GroupSave | None) -> None:
         if save is not None:
-            self._commit_worker.save(save.done, self._saved, save.parts)
+            self._commit_worker.save(save, self._saved, lambda done, why: self._not_whole.put((done, why)))
 
     def _failed_save(self) -> Outcome | None:
         """Fail a checkpoint that is overdue; return the outcome if the trial cannot do without it."""
         if why := self._saves.without(self._ended_ranks):
             return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
-        if (failed := self._saves.overdue()) is None:
+        if (failed := self._saves.overdue() or self._missing_part()) is None:
             return None
         self._given_up += 1
         why = f"step {failed.step} is not committed: {failed.why}"
@@ -269,6 +281,12 @@ class _Supervisor:
         )
         self._group.tell(SaveFailed(step=failed.step))
         return None
+
+    def _missing_part(self) -> FailedSave | None:
+        if self._not_whole.empty():
+            return None
+        done, why = self._not_whole.get()
+        return FailedSave(done.report.step, why, done)
 
     def _answer(self, answer: Answer) -> None:
         if self._asks and self._last_message_at is not None:  # it waited for this; an unasked message is no progress
@@ -289,7 +307,8 @@ class _Supervisor:
         if self._commit_worker.error is not None:
             return self._not_written(self._commit_worker.error)
         if self._ends_until is not None:
-            if self._group.open_ranks and self._ends_until.remaining_seconds > 0:
+            is_over = self._ends_until.remaining_seconds <= 0 or (self._end is None and self._knows_cause())
+            if self._group.open_ranks and not is_over:
                 return None
             self._say_who_goes_on()
             return self._end or min(self._failures, key=itemgetter(0))[1]

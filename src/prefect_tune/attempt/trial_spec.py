@@ -48,7 +48,11 @@ class TrialSpec:
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: int = 1
-    """How many processes train it together, each a rank."""
+    """How many processes train it together, each a rank; on several nodes, on each node."""
+    nodes_per_trial: int = 1
+    """How many nodes train it together, each a flow run."""
+    min_nodes: int | None = None
+    """With how many nodes an attempt may begin, if not all arrive; None: with all."""
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None

@@ -23,6 +23,7 @@ __all__ = [
     "JournalCorrupt",
     "NotExact",
     "ObjectNotFound",
+    "PartMissing",
     "ResumeFailed",
     "SaveOvertaken",
     "SearchFailed",
@@ -112,6 +113,10 @@ class NotExact(TuneError):
 
 class StagedFilesChanged(TuneError):
     """Files changed while they were read: stage them again, and do not write to them before the commit."""
+
+
+class PartMissing(TuneError):
+    """A node did not add its part to a checkpoint, which is not committed: training continues."""
 
 
 class SaveOvertaken(TuneError):

@@ -122,7 +122,7 @@ class DeploymentLauncher:
         return lambda: self.wait_for(self.start(spec, request, attempt))
 
     def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
-        """Start the attempt, or find it if it was started before; return its flow run.
+        """Start the attempt on all its nodes, or find it if it was started before; return the flow run of node 0.
 
         Raises PrefectException, httpx.HTTPError, OSError: the API refuses, or is unavailable for 5 minutes.
         """
@@ -131,10 +131,16 @@ class DeploymentLauncher:
             "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        run = self._latest_run(spec, parameters, _key(spec, request, attempt))
-        log = get_run_logger()
-        log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, run.name)
-        return run.id
+        key, log = _key(spec, request, attempt), get_run_logger()
+        first, *others = [
+            self._latest_run(spec, parameters if node == 0 else {**parameters, "node": node}, _of_node(key, node))
+            for node in range(spec.nodes_per_trial)
+        ]
+        with self._poll:
+            self._awaited |= {each.id for each in others}  # to be withdrawn, if they have not begun then
+        names = ", ".join(each.name for each in (first, *others))
+        log.info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
+        return first.id
 
     def withdraw(self) -> None:
         self._withdrawn.set()
@@ -218,6 +224,10 @@ def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
     """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
     target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
     return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{attempt}"
+
+
+def _of_node(key: str, node: int) -> str:
+    return f"{key}/node {node}" if node else key
 
 
 def _run_of(key: str) -> FlowRun | None:

@@ -99,8 +99,19 @@ _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
 MOST_PROCESSES = 1024
+MOST_NODES = 1024
 """The most ranks of one trial on one machine."""
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+
+
+def _require_possible_nodes(nodes: int, least: int | None, trials: str) -> None:
+    if nodes > 1 and trials != "deployment":
+        raise InvalidInput(
+            f"nodes_per_trial={nodes}: expected trials='deployment', with one flow run for each node; to train with "
+            "several processes of this machine pass processes_per_trial"
+        )
+    if least is not None and least > nodes:
+        raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {nodes}")
 
 
 def valid_bound(bound: int) -> int:
@@ -321,6 +332,18 @@ class SearchPlan(ValidatedParameters):
         Option(_DATA, at_resume=True),
         Flag("N", "Processes that train a trial together, each a rank. Default: 1.", _WHERE, at_least=1),
     ] = 1
+    nodes_per_trial: Annotated[
+        int,
+        Field(ge=1, le=MOST_NODES),
+        Option(_DATA, at_resume=True),
+        Flag("N", "Nodes that train a trial together, each a flow run. Default: 1.", _WHERE, at_least=1),
+    ] = 1
+    min_nodes: Annotated[
+        int | None,
+        Field(ge=1, le=MOST_NODES),
+        Option(_DATA, at_resume=True),
+        Flag("N", "Nodes with which a trial begins if not all are there. Default: all.", _WHERE, at_least=1),
+    ] = None
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")
@@ -338,6 +361,7 @@ class SearchPlan(ValidatedParameters):
                 f"processes_per_trial={self.processes_per_trial}: expected isolation='process', since each rank is a "
                 "process; with isolation='thread' pass processes_per_trial=1"
             )
+        _require_possible_nodes(self.nodes_per_trial, self.min_nodes, self.trials)
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.stopper, self.proposer, self.resources

@@ -2,17 +2,20 @@
 
 a single process          channel of rank 0
 processes_per_trial=N     channels of ranks 0 to N-1, each a process of the pool
+nodes_per_trial=M         those of node 0, then channels to the ranks of the other nodes (`attempt.nodes`)
 a launcher in a trial     channel of the trial's own process (`OWN`), and one of each rank that has joined
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,6 +43,7 @@ _NOW = timedelta(0)
 _JOIN_BYTES = 64 * 1024
 # Below the ports that the kernel gives to clients: none of them takes it between this choice and rank 0's use.
 _PORTS = range(20_000, 32_000)
+_LOOPBACK = "127.0.0.1"
 
 
 class RankEnded(Exception):
@@ -54,7 +58,14 @@ class RankEnded(Exception):
 class RankGroup:
     """The channels to the processes of an attempt. Call `receive` from one thread, `tell` from any."""
 
-    def __init__(self, channels: Sequence[TrialChannel], joins: _Joins | None = None) -> None:
+    def __init__(
+        self,
+        channels: Sequence[TrialChannel],
+        joins: _Joins | None = None,
+        heard_up_to: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self.heard_up_to = heard_up_to
+        """Returns up to when it is known of all ranks whether they are gone, in seconds of the monotonic clock."""
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
         self._joins = joins
@@ -77,6 +88,10 @@ class RankGroup:
     def tell(self, message: ToTrial) -> None:
         """Send a message to rank 0; if it is gone the message is dropped."""
         self._channels[0 if 0 in self._channels else OWN].tell(message)
+
+    def tell_rank(self, rank: int, message: ToTrial) -> None:
+        """Send a message to a rank, without waiting; if it is gone the message is dropped."""
+        self._outbox(rank).put(message)
 
     def tell_others(self, message: ToTrial) -> None:
         """Send a message to all ranks but the first, also to those that join later."""
@@ -223,18 +238,48 @@ class _Joins:
             each.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the ranks of this node are among all: each node has the same number of processes."""
+
+    processes: int = 1
+    node_count: int = 1
+    node: int = 0
+    """The place of this node among those that take part."""
+    meeting_place: tuple[str, int] | None = None
+    """Address and port of rank 0; None for one node."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return self.processes * self.node_count
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this node."""
+        return self.processes * self.node
+
+
 @contextmanager
 def rank_group(
-    start: Start, world_size: int, open_channel: Callable[[Start], AbstractContextManager[TrialChannel]]
+    start: Start,
+    placement: Placement,
+    open_channel: Callable[[Start], AbstractContextManager[TrialChannel]],
+    elsewhere: Sequence[TrialChannel] = (),
+    heard_up_to: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[RankGroup]:
-    """Open the processes of an attempt, each with its rank, and end them when the block is left."""
+    """Open the processes of an attempt, each with its rank, and end them when the block is left.
+
+    `elsewhere` are the channels to ranks of other nodes; `heard_up_to` is as in `RankGroup`.
+    """
     with ExitStack() as opened:
-        if world_size > 1:
-            group = RankGroup([opened.enter_context(open_channel(each)) for each in _starts(start, world_size)])
+        if placement.world_size > 1:
+            here = [opened.enter_context(open_channel(each)) for each in _starts(start, placement)]
+            group = RankGroup([*here, *elsewhere], heard_up_to=heard_up_to)
             opened.callback(group.close)
             yield group
             return
-        place = {} if "MASTER_ADDR" in os.environ else _meeting_place()  # the user's own, in one process
+        place = {} if "MASTER_ADDR" in os.environ else _variables_of(_meeting_place())  # the user's own
         start = start.model_copy(update={"rank": start.rank.model_copy(update={"variables": place})})
         directory = opened.enter_context(ScratchDirectory())
         joins = None
@@ -248,37 +293,48 @@ def rank_group(
         yield group
 
 
-def _starts(start: Start, world_size: int) -> Iterator[Start]:
-    """Yield the start message of each rank."""
-    place = _meeting_place()
-    for each in range(world_size):
-        rank = Rank(rank=each, world_size=world_size, local_rank=each)
-        named = rank.model_copy(update={"variables": {**_variables(rank), **place}})
+def _starts(start: Start, placement: Placement) -> Iterator[Start]:
+    """Yield the start message of each rank of this node."""
+    place = _variables_of(placement.meeting_place or _meeting_place())
+    for each in range(placement.processes):
+        rank = Rank(rank=placement.first_rank + each, world_size=placement.world_size, local_rank=each)
+        named = rank.model_copy(update={"variables": {**_variables(rank, placement), **place}})
         yield start.model_copy(update={"rank": named, "waits": False})
 
 
-def _meeting_place() -> Mapping[str, str]:
+def _meeting_place() -> tuple[str, int]:
     """Return where `torch.distributed` meets; one process has it too, and no other variable of ranks."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return _LOOPBACK, free_port(_LOOPBACK)
 
 
-def _variables(rank: Rank) -> Mapping[str, str]:
+def _variables_of(meeting_place: tuple[str, int]) -> Mapping[str, str]:
+    address, port = meeting_place
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def _variables(rank: Rank, placement: Placement) -> Mapping[str, str]:
     """Return what `torch.distributed` and frameworks read, under torchrun's names."""
     return {
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.local_rank),
         "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_WORLD_SIZE": str(rank.world_size),
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(placement.processes),
+        "GROUP_RANK": str(placement.node),
+        "GROUP_WORLD_SIZE": str(placement.node_count),
     }
 
 
-def _free_port() -> int:
+def free_port(address: str = "") -> int:
+    """Return a port that no process of this machine has at `address` (empty: any address).
+
+    Raises:
+        OSError: there is none, in 100 tries.
+    """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as tried:
             try:
-                tried.bind(("127.0.0.1", port))
+                tried.bind((address, port))
             except OSError:
                 continue
             return port
-    raise OSError("no free port on 127.0.0.1 for the ranks of a trial, in 100 tries")
+    raise OSError("no free port for the ranks of a trial, in 100 tries")

@@ -22,7 +22,7 @@ Never: a manifest before all its blobs were seen on the target; a second manifes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
@@ -137,6 +137,11 @@ def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Chun
     return places
 
 
+def alone(manifest: Manifest) -> Manifest:
+    """Return the manifest: no other node adds to the checkpoint."""
+    return manifest
+
+
 def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows from another
     store: ObjectStore,
     key: CheckpointKey,
@@ -146,6 +151,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows fr
     reuse: Reusable,
     side_by_side: ParallelMap,
     reverification: Reverification | None = None,
+    complete: Callable[[Manifest], Manifest] = alone,
 ) -> CommitResult:
     """Publish `source` as the checkpoint `key`.
 
@@ -153,7 +159,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows fr
     bytes twice is the same as committing them once.
 
     `reverification` says which reused blobs are read back first; the bytes of a blob that fails are sent again, to a
-    new path. Without `reverification`, reused blobs are trusted.
+    new path. Without `reverification`, reused blobs are trusted. `complete` adds what other nodes have sent.
 
     Raises:
         InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
@@ -176,8 +182,8 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows fr
         written |= _written(blobs)
         manifest = _manifest(key, source, about, blobs)
     source.require_unchanged()
-    _see(store, key.trial, written)
-    published = publish(store, key, manifest)
+    require_stored(store, key.trial, written)
+    published = publish(store, key, complete(manifest))
     damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
     return CommitResult(published, len(written), sum(written.values()), damaged)
 
@@ -197,6 +203,22 @@ def _unverified(
     shared = frozenset(place.path for place in reuse.chunks.values())
     found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, shared, reverification))
     return {each.path: each for each in found if each is not None}
+
+
+def sent(  # noqa: PLR0913, PLR0917 - as `commit`
+    store: ObjectStore, key: CheckpointKey, source: Source, about: About, reuse: Reusable, side_by_side: ParallelMap
+) -> Manifest:
+    """Send the bytes of a node's part of the checkpoint `key`; return what their manifest would be. Commits nothing.
+
+    Raises:
+        StoreUnavailable: not all bytes are on the target.
+        StagedFilesChanged: the directory was written to meanwhile.
+    """
+    work = groups(pieces(source.files))
+    blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
+    source.require_unchanged()
+    require_stored(store, key.trial, _written(blobs))
+    return _manifest(key, source, about, blobs)
 
 
 def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
@@ -235,8 +257,12 @@ def _placed(
         offset += piece.length
 
 
-def _see(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
-    """Require every sent blob on the target at its full size before the manifest: the client's reply is no proof."""
+def require_stored(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
+    """Require every sent blob on the target at its full size before the manifest: the client's reply is no proof.
+
+    Raises:
+        StoreUnavailable: one is missing, or is not whole.
+    """
     if not written:
         return
     seen = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}

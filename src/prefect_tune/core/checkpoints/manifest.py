@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -170,33 +170,26 @@ class About(Value):
     """Reports that were not journaled when the save began: an owner that adopts the save journals them."""
 
 
-class Manifest(Document):
-    """A committed checkpoint: its metadata (`about`), its files, and the blobs that hold their bytes."""
+class Contents(Value):
+    """The files of a checkpoint, or of a node's part of it, and the blobs that hold their bytes."""
 
-    format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
-    version: Literal[1] = 1
     experiment: str
     generation: Generation
     trial: str
     step: int
     sequence: int
-    about: About
     blobs: tuple[BlobRef, ...]
     files: tuple[FileRef, ...]
     empty_directories: tuple[PortablePath, ...] = ()
-    origin: CheckpointKey | None = None
-    """For a clone: the checkpoint whose blobs it refers to."""
 
     @model_validator(mode="after")
-    def _holds_together(self) -> Manifest:
+    def _holds_together(self) -> Self:
         for file in self.files:
             for chunk in file.chunks:
                 if chunk.blob >= len(self.blobs):
                     raise ValueError(f"{file.path!r}: there is no blob {chunk.blob}")
                 if chunk.offset + chunk.length > self.blobs[chunk.blob].size_bytes:
                     raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
-        if self.origin and not self.lies_at(self.origin):
-            raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
         _require_a_tree([file.path for file in self.files], self.empty_directories)
         return self
 
@@ -225,6 +218,22 @@ class Manifest(Document):
     def blob_paths(self) -> frozenset[str]:
         """Return the paths of all its blobs from the target's root."""
         return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
+
+
+class Manifest(Contents, Document):
+    """A committed checkpoint: its metadata (`about`) and its contents."""
+
+    format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
+    version: Literal[1] = 1
+    about: About
+    origin: CheckpointKey | None = None
+    """For a clone: the checkpoint whose blobs it refers to."""
+
+    @model_validator(mode="after")
+    def _refers_to_its_origin(self) -> Self:
+        if self.origin and not self.lies_at(self.origin):
+            raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
+        return self
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -232,7 +232,9 @@ class Part(Value):
     type: Literal["part"] = "part"
     step: int
     directory: PathName | None
-    """Its files; None if it adds none."""
+    """Its files; None if it adds none, or if another node holds them."""
+    node: int = 0
+    """The node that holds its files, if that is another one than the first."""
 
 
 class MilestoneReached(Value):

@@ -29,6 +29,7 @@ from prefect_tune.core.experiment.retention import Retention, retired, retired_q
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_collectable, is_held
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events import Claim, Retired
+from prefect_tune.core.messages.node_messages import node_messages_up_to
 from prefect_tune.core.messages.trial_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
@@ -53,7 +54,7 @@ class Collected:
     """Manifests that are kept for now: a running save may need them (until the trial's next retirement or end), or a
     clone does."""
     answer_count: int = 0
-    """Replies to attempts that are over."""
+    """Replies to attempts that are over, and messages between their nodes."""
     kept: str | None = None
     """Why some garbage stays; None where none does."""
     damage: str | None = None
@@ -128,7 +129,7 @@ class _Subject:
         left = self.left(state, own)
         doomed = [key for key in left if is_collectable(own, key)]
         over = own.attempt if self.ended(state) else own.attempt - 1
-        answers = answers_up_to(self.store, self.trial, over)
+        answers = [*answers_up_to(self.store, self.trial, over), *node_messages_up_to(self.store, self.trial, over)]
         return _Garbage(doomed, self.orphans(own), answers, len(left) - len(doomed))
 
     def needs_limit(self, state: Experiment) -> bool:

@@ -15,6 +15,8 @@
 <experiment>/<generation>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/<generation>/trials/<trial>/blobs/<digest>-<sequence>
 <experiment>/<generation>/trials/<trial>/answers/<attempt>-<step>.json
+<experiment>/<generation>/trials/<trial>/nodes/<attempt>/<node>/0000000001.json
+<experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/<generation>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 
@@ -200,9 +202,42 @@ class TrialKey(Value):
         """Return the path of the reply to an attempt that asked at `step`; step 0 is for an unasked message."""
         return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
 
+    @property
+    def nodes(self) -> str:
+        """The folder of what the nodes of an attempt write for one another."""
+        return f"{self.folder}/nodes"
+
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save that began after entry `sequence`."""
         return f"{self.blobs}/{digest}-{in_digits(sequence)}"
+
+
+class NodesKey(Value):
+    """Names an attempt that several nodes train."""
+
+    trial: TrialKey
+    attempt: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.trial.nodes}/{self.attempt:06d}"
+
+    def messages(self, node: int) -> str:
+        """Return the folder of the numbered messages of a node."""
+        return f"{self.folder}/{node:04d}"
+
+    def part_path(self, key: CheckpointKey, node: int) -> str:
+        """Return the path of the part that a node adds to a checkpoint."""
+        return f"{self.folder}/parts/{key.name}-{node:04d}.json"
+
+    @classmethod
+    def from_path(cls, trial: TrialKey, path: str) -> NodesKey | None:
+        """Return the attempt of which an object of its nodes is at `path`; None for a foreign file."""
+        attempt = path.removeprefix(f"{trial.nodes}/").partition("/")[0]
+        if not (attempt.isascii() and attempt.isdecimal()):
+            return None
+        key = cls(trial=trial, attempt=int(attempt))
+        return key if path.startswith(f"{key.folder}/") else None
 
 
 class CheckpointKey(Value):

@@ -1,0 +1,263 @@
+"""A node other than the first of an attempt: it trains its ranks, and passes their messages on.
+
+    waits for node 0 ──► arrived ──► begin ──► restores the same checkpoint ──► processes ══ messages both ways ══► over
+                                                              parts: sent when node 0 asks for them ──► the target
+
+It writes no journal and commits nothing. It ends when node 0 says that the attempt is over, or has been silent for too
+long; with it end its processes. Never: a second process of one node; a part that node 0 has not asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from contextvars import copy_context
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.attempt.attempt_tasks import AttemptTasks
+from prefect_tune.attempt.group_saves import merge, remove_directory
+from prefect_tune.attempt.nodes.node_stream import NodeReader, NodeWriter
+from prefect_tune.attempt.processes.process_channel import TrialChannel
+from prefect_tune.attempt.processes.process_output import Log, TrialLog
+from prefect_tune.attempt.processes.rank_group import Placement, RankEnded, RankGroup, rank_group
+from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
+from prefect_tune.core.checkpoints.commit import reusable
+from prefect_tune.core.checkpoints.parts import refuse_part, send_part
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, TuneError
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
+from prefect_tune.core.messages.node_messages import (
+    Arrived,
+    Begin,
+    FromRank,
+    GroupOver,
+    NodeMessage,
+    RankGone,
+    SendPart,
+    StopAsked,
+    ToRank,
+    newest_attempt,
+)
+from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
+from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.storage.layout import NodesKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.journal_access import read_experiment
+from prefect_tune.storage_retries import on_target
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
+
+_TICK = timedelta(seconds=0.05)
+_LOOK_SECONDS = 1.0
+_FIRST_NODE_WITHIN = timedelta(minutes=15)
+"""How long node 0 may take to begin after this node."""
+_OVER = frozenset({*ENDED, Phase.PAUSED})
+
+
+def train_node(  # noqa: PLR0913, PLR0917 - as an attempt, and which node
+    spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink, tasks: AttemptTasks, log: Log
+) -> str:
+    """Train the ranks of a node until the attempt is over; return how that came, for people."""
+    key = _attempt_of(spec, request, link.stop)
+    if isinstance(key, str):
+        return key
+    return _OtherNode(spec, request, key, node, link, tasks, log).run()
+
+
+def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> NodesKey | str:
+    """Wait until node 0 of the requested attempt, or of a later one, has begun; or return why there will be none."""
+    until = Deadline.after(_FIRST_NODE_WITHIN)
+    looks = 0
+    while until.remaining_seconds:
+        found = on_target(spec.target, lambda store: newest_attempt(store, spec.trial, max(1, request.attempt)))
+        if found is not None:
+            return found
+        if looks % 10 == 9 and _is_over(spec, request):
+            return "the attempt was over before this node began"
+        looks += 1
+        if stop.wait(_LOOK_SECONDS):
+            return "asked to stop before the attempt began"
+    return f"node 0 did not begin within {_FIRST_NODE_WITHIN.total_seconds():g} s"
+
+
+def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
+    try:
+        trial = read_experiment(spec.target, spec.journal).trials.get(spec.trial.trial)
+    except (TuneError, ObjectNotFound):
+        return False
+    return trial is not None and (
+        trial.attempt > request.attempt or (trial.attempt == request.attempt and trial.phase in _OVER)
+    )
+
+
+class _OtherNode:
+    def __init__(  # noqa: PLR0913, PLR0917 - as `train_node`
+        self,
+        spec: TrialSpec,
+        request: AttemptRequest,
+        key: NodesKey,
+        node: int,
+        link: SearchLink,
+        tasks: AttemptTasks,
+        log: Log,
+    ) -> None:
+        self._spec, self._request, self._key, self._node = spec, request, key, node
+        self._link, self._tasks, self._log = link, tasks, log
+        self._inbox: queue.SimpleQueue[NodeMessage] = queue.SimpleQueue()
+        self._over = ""
+        self._stop_was_asked = False
+        self._first_rank = 0
+        self._term = 0
+        self._parts: dict[int, dict[int, Path]] = {}
+        """The directories of each step, by rank."""
+        self._merged: dict[int, Path] = {}
+
+    def run(self) -> str:
+        self._writer = NodeWriter(self._spec.target, self._key, self._node, self._log)
+        reader = NodeReader(self._spec.target, self._key, 0, self._writer, self._inbox.put, self._lost)
+        try:
+            self._writer.send(Arrived(host=socket.gethostname()))
+            while not self._over:
+                match self._next(_TICK):
+                    case Begin() as begin if self._node in begin.nodes:
+                        self._train(begin)
+                    case Begin():
+                        self._over = "the attempt began with other nodes"
+                    case GroupOver():
+                        self._over = "the attempt ended before it began"
+                    case _:
+                        self._pass_on_stop()
+        finally:
+            self._writer.close()
+            reader.close()
+        return self._over
+
+    def _lost(self, why: str) -> None:
+        self._over = f"node 0 {why}"
+
+    def _next(self, patience: timedelta) -> NodeMessage | None:
+        if self._writer.is_displaced.is_set():
+            self._over = f"another process is node {self._node} of attempt {self._key.attempt}"
+        try:
+            return self._inbox.get(timeout=patience.total_seconds())
+        except queue.Empty:
+            return None
+
+    def _pass_on_stop(self) -> None:
+        if self._link.stop.is_set() and not self._stop_was_asked:
+            self._stop_was_asked = True
+            self._writer.send(StopAsked())
+
+    def _train(self, begin: Begin) -> None:
+        place, processes = begin.nodes.index(self._node), self._spec.processes_per_trial
+        placement = Placement(processes, len(begin.nodes), place, (begin.address, begin.port))
+        self._first_rank, self._term = placement.first_rank, begin.term
+        ranks = range(self._first_rank, self._first_rank + processes)
+        with ScratchDirectory("staging", "artifacts") as scratch, ExitStack() as opened:
+            try:
+                start = self._start_here(begin, scratch)
+                group = opened.enter_context(rank_group(start, placement, self._process))
+            except (CheckpointCorrupt, CheckpointNotFound, TuneError, OSError) as error:
+                for rank in ranks:
+                    self._writer.send(RankGone(rank=rank, how=f"did not start on node {self._node}: {error}"))
+                self._over = f"its processes did not start: {error}"
+                return
+            sender = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="parts"))
+            self._serve(group, sender)
+            group.end_all()
+
+    def _start_here(self, begin: Begin, scratch: Path) -> Start:
+        restored = None
+        if begin.restored is not None:
+            restored = str(self._tasks.restore(begin.restored, scratch / "restored"))
+        here = {
+            "import_path": import_path(),
+            "directory": str(scratch / "artifacts"),
+            "staging": str(scratch / "staging"),
+            "temporary": str(scratch / "temporary"),
+            "restored": restored,
+        }
+        return begin.start.model_copy(update=here)
+
+    def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:
+        log = TrialLog(self._log, f"rank {start.rank.rank}")
+        return self._link.process(start, log, self._request.environment)
+
+    def _serve(self, group: RankGroup, sender: ThreadPoolExecutor) -> None:
+        """Pass messages on, both ways, until the attempt is over."""
+        while not self._over:
+            try:
+                if (received := group.receive(_TICK)) is not None:
+                    self._pass_on(group, *received)
+            except RankEnded as ended:
+                how = group.end(ended.rank) if ended.is_gone else str(ended)
+                self._writer.send(RankGone(rank=self._first_rank + ended.rank, how=how))
+            self._pass_on_stop()
+            while not self._over and (message := self._next(timedelta(0))) is not None:
+                match message:
+                    case ToRank(rank=rank, message=told) if 0 <= rank - self._first_rank < group.world_size:
+                        group.tell_rank(rank - self._first_rank, told)
+                    case SendPart() as wanted:
+                        sender.submit(copy_context().run, self._send_part, wanted)
+                    case GroupOver():
+                        self._over = "the attempt is over"
+                    case _:
+                        pass
+
+    def _pass_on(self, group: RankGroup, local_rank: int, message: FromTrial) -> None:
+        rank = self._first_rank + local_rank
+        if isinstance(message, Part) and message.directory is not None:
+            self._parts.setdefault(message.step, {})[rank] = Path(message.directory)
+            message = message.model_copy(update={"directory": None, "node": self._node})
+        if isinstance(message, TrialEnded | Broke):
+            group.leave(local_rank)
+        self._writer.send(FromRank(rank=rank, message=message))
+
+    # ------------------------------------------------------------------------------------------------- parts
+
+    def _send_part(self, wanted: SendPart) -> None:
+        """Send the files of a step; without any of that step here, nothing is expected of this node."""
+        step, of = wanted.key.step, (self._key, self._node, self._term)
+        if step not in self._parts and step not in self._merged:
+            return
+        try:
+            directory = self._directory_of(step)
+            within = timedelta(seconds=self._spec.sync.sync_timeout_seconds)
+            on_target(self._spec.target, lambda store: _send(store, wanted, directory, of), within)
+        except TuneError as error:
+            self._log.warning("the part of step %d was not sent: %s", step, error)
+            why = f"{type(error).__name__}: {error}"
+            self._refuse(wanted, lambda store: refuse_part(store, wanted.key, of, why))
+        for earlier in [each for each in self._merged if each < step]:
+            remove_directory(self._merged.pop(earlier))
+
+    def _refuse(self, wanted: SendPart, refuse: Callable[[ObjectStore], None]) -> None:
+        try:
+            on_target(self._spec.target, refuse)
+        except TuneError as error:  # node 0 waits until its deadline
+            self._log.warning("node 0 does not know that there is no part of step %d: %s", wanted.key.step, error)
+
+    def _directory_of(self, step: int) -> Path:
+        """Return the directory with the files of all ranks here; asked again, the same."""
+        if step not in self._merged:
+            directories = self._parts.pop(step)
+            first, *others = sorted(directories)
+            merge(directories[first], {each: directories[each] for each in others})
+            self._merged[step] = directories[first]
+        return self._merged[step]
+
+
+def _send(store: ObjectStore, wanted: SendPart, directory: Path, of: tuple[NodesKey, int, int]) -> None:
+    parent = None
+    if wanted.parent is not None:
+        with suppress(CheckpointCorrupt, CheckpointNotFound):  # then every byte is sent
+            parent = read_manifest(store, wanted.parent)
+    with transfer_pool() as transfers:
+        reuse = reusable(store, wanted.key.trial, parent, wanted.collected_up_to)
+        send_part(store, wanted.key, StagedFiles(directory), of=of, reuse=reuse, side_by_side=transfers)

@@ -1,0 +1,175 @@
+"""Messages between the nodes of an attempt: numbered objects on the target, which is all that the nodes share.
+
+    nodes/<attempt>/0000/0000000001.json    from node 0 to all others: who takes part, directives, parts to send
+    nodes/<attempt>/0001/0000000001.json    from node 1 to node 0: it is there, what its ranks report, how they ended
+
+An object holds the messages since the one before it; one without messages says that its writer is alive. One process
+writes the objects of a node, each created if absent: a second process of that node finds its place taken. A reader
+says in its own objects how far it has read, and the writer deletes up to there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
+from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial
+from prefect_tune.core.models import Message, Value
+from prefect_tune.core.storage.documents import Document, read_sealed, seal
+from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, number_in, numbered
+from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+
+__all__ = [
+    "Arrived",
+    "Begin",
+    "FromRank",
+    "GroupOver",
+    "NodeMessage",
+    "NodeMessages",
+    "RankGone",
+    "SendPart",
+    "StopAsked",
+    "ToRank",
+    "has_begun",
+    "newest_attempt",
+    "node_messages_up_to",
+    "read_messages",
+    "write_messages",
+]
+
+
+class Arrived(Value):
+    """A node is there, and waits for the beginning."""
+
+    type: Literal["arrived"] = "arrived"
+    host: Message
+    """Its host name, for people."""
+
+
+class Begin(Value):
+    """The nodes are there: the attempt begins."""
+
+    type: Literal["begin"] = "begin"
+    nodes: tuple[int, ...]
+    """Those that take part, node 0 first: their order gives the ranks."""
+    address: str
+    """Of node 0, where the ranks meet (`MASTER_ADDR`)."""
+    port: int
+    term: int
+    """The owner's."""
+    start: Start
+    """What each rank receives; a node fills in its own folders and ranks."""
+    restored: CheckpointKey | None
+    """The checkpoint from which the attempt begins."""
+
+
+class ToRank(Value):
+    """A message for one rank."""
+
+    type: Literal["to-rank"] = "to-rank"
+    rank: int
+    message: ToTrial
+
+
+class FromRank(Value):
+    """A message of one rank. The directory of a part stays on its node."""
+
+    type: Literal["from-rank"] = "from-rank"
+    rank: int
+    message: FromTrial
+
+
+class RankGone(Value):
+    """The process of a rank has ended; it has sent no other message after those before this one."""
+
+    type: Literal["rank-gone"] = "rank-gone"
+    rank: int
+    how: Message
+
+
+class SendPart(Value):
+    """Send the files of a step: a node that holds some adds its part to this checkpoint."""
+
+    type: Literal["send-part"] = "send-part"
+    key: CheckpointKey
+    parent: CheckpointKey | None
+    """The newest live checkpoint, whose bytes are not sent again."""
+    collected_up_to: int
+    """As in `commit.reusable`."""
+
+
+class StopAsked(Value):
+    """The node is asked to stop, as by its infrastructure: the attempt saves and ends."""
+
+    type: Literal["stop-asked"] = "stop-asked"
+
+
+class GroupOver(Value):
+    """The attempt is over: a node ends its processes."""
+
+    type: Literal["over"] = "over"
+
+
+NodeMessage: TypeAlias = Annotated[
+    Arrived | Begin | ToRank | FromRank | RankGone | SendPart | StopAsked | GroupOver, Field(discriminator="type")
+]
+
+
+class NodeMessages(Document):
+    """The messages of a node since its last object."""
+
+    format: Literal["prefect-tune/node-messages"] = "prefect-tune/node-messages"
+    version: Literal[1] = 1
+    write_id: str
+    """Of the process that writes: tells it from another one of the same node."""
+    has_read: Mapping[str, int]
+    """By node, the number of its last object that was read."""
+    messages: tuple[NodeMessage, ...]
+
+
+def write_messages(store: ObjectStore, key: NodesKey, node: int, number: int, written: NodeMessages) -> None:
+    """Create the object `number` (from 1) of a node.
+
+    Raises:
+        AlreadyExists: another process is this node.
+        InvalidInput: a message cannot be stored as JSON.
+        StoreUnavailable, StoreRefused, CommitUnknown: repeat it with the same arguments.
+    """
+    create_or_recognize(store, numbered(key.messages(node), number), seal(written))
+
+
+def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int) -> NodeMessages | None:
+    """Return the object `number` of a node; None while there is none.
+
+    Raises:
+        JournalCorrupt: it is damaged.
+    """
+    try:
+        return read_sealed(store, NodeMessages, numbered(key.messages(node), number), JournalCorrupt)
+    except ObjectNotFound:
+        return None
+
+
+def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int) -> NodesKey | None:
+    """Return the newest attempt of a trial, from number `at_least` on, of which node 0 has written."""
+    attempts = {NodesKey.from_path(trial, each.path) for each in store.list(trial.nodes)}
+    found = [each for each in attempts if each is not None and each.attempt >= at_least]
+    return max(found, key=lambda each: each.attempt, default=None)
+
+
+def has_begun(store: ObjectStore, key: NodesKey, node: int) -> bool:
+    """Return whether a node has written messages."""
+    folder = key.messages(node)
+    return any(number_in(folder, each.path) is not None for each in store.list(folder))
+
+
+def node_messages_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
+    """Return what the nodes of attempts up to `attempt` wrote for one another: after an attempt no process reads it."""
+    return [
+        each
+        for each in store.list(trial.nodes)
+        if (key := NodesKey.from_path(trial, each.path)) is not None and key.attempt <= attempt
+    ]

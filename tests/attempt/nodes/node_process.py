@@ -1,0 +1,64 @@
+"""One node of an attempt, as a program of its own: `python -m tests.attempt.nodes.node_process FOLDER NODE OPTIONS`.
+
+Node 0 runs attempt after attempt until the trial has ended, as a search would order them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import prefect_tune as pt
+from prefect_tune.attempt.attempt import Attempt
+from prefect_tune.attempt.nodes.other_node import train_node
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.stoppers import as_stopper
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.testing import without_server
+from tests.attempt.direct_tasks import DirectTasks
+
+STEPS = 6
+
+
+def spec_of(folder: Path, **options: Any) -> TrialSpec:
+    return TrialSpec(
+        **{
+            "target": LocalTarget(path=str(folder / "target")),
+            "trial": TrialKey(experiment="e", generation=1, trial="00000"),
+            "trainable": "tests.trainables.grouped:Sharded",
+            "stopper": pickled_or_path(as_stopper({"step": STEPS})),
+            "needs_curve": False,
+            "cadence": pt.Cadence(every_steps=2),
+            "own_journal": True,
+            "nodes_per_trial": 2,
+            **options,
+        }
+    )
+
+
+def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], options: dict[str, Any]) -> str:
+    """Run one attempt on a node; return how it ended."""
+    spec, log = spec_of(folder, **options), logging.getLogger(f"node-{node}")
+    request = AttemptRequest(config=config, attempt=attempt, search_term=1)
+    with without_server(), TrialProcessPool(slots=0) as pool:
+        link = StoreLink(spec.target, spec.trial, attempt).stopped_by(threading.Event()).trained_in(pool)
+        try:
+            if node:
+                return train_node(spec, request, node, link, DirectTasks(spec), log)
+            return repr(Attempt(spec, request, link, DirectTasks(spec), log).run().outcome)
+        finally:
+            link.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    where, number, tries, asked, others = sys.argv[1:]
+    print("ENDED", run_node(Path(where), int(number), int(tries), json.loads(asked), json.loads(others)), flush=True)

@@ -1,0 +1,104 @@
+"""An attempt on two nodes, which are programs that share a target: whichever is killed, all continue and end the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.tasks.checkpoints import restore_checkpoint
+from tests.attempt.nodes.node_process import STEPS
+from tests.fakes.searches.far_attempts import require_experiment
+
+_JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
+_MINUTE = timedelta(minutes=1)
+
+
+class Cluster:
+    """Starts the nodes of attempts, each with its own session, as machines have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = LocalTarget(path=str(folder / "target"))
+        require_experiment(self.target, _JOURNAL.of_experiment)
+        self.nodes: list[subprocess.Popen[str]] = []
+
+    def start(self, node: int, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> Path:
+        """Start a node; return the file with its output."""
+        log = self.folder / f"node-{node}-{attempt}.log"
+        arguments = [str(self.folder), str(node), str(attempt), json.dumps(config or {}), json.dumps(options)]
+        command = [sys.executable, "-m", "tests.attempt.nodes.node_process", *arguments]
+        with log.open("w") as output:
+            self.nodes.append(
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+            )
+        return log
+
+    def train(self, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> list[str]:
+        """Train an attempt on two nodes; return their output."""
+        logs = [self.start(node, attempt, config, **options) for node in range(2)]
+        self.wait()
+        return [each.read_text() for each in logs]
+
+    def wait(self) -> None:
+        for each in self.nodes:
+            each.wait(120)
+
+    def kill(self) -> None:
+        for each in self.nodes:
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+
+    def trial(self) -> Trial:
+        with self.target.open(timeout=_MINUTE) as store:
+            return load(store, _JOURNAL, side_by_side=map).trial("00000")
+
+    def state(self) -> dict[str, list[float]]:
+        """The numbers of all ranks, in the newest checkpoint."""
+        key = _JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
+        directory = restore_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
+        assert (directory / "shared.txt").read_text() == "the same on each rank"
+        return {each.name: json.loads(each.read_text()) for each in directory.glob("rank-*.json")}
+
+    def left(self) -> list[str]:
+        """What the nodes have left on the target for one another."""
+        return [str(each) for each in Path(self.target.path).glob("e/1/trials/*/nodes/**/*") if each.is_file()]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.kill()
+
+
+def undisturbed(ranks: int) -> dict[str, list[float]]:
+    numbers = [float(each + 1) for each in range(ranks)]
+    for step in range(1, STEPS + 1):
+        numbers = [(number * 1.5 + step) % 97 for number in numbers]
+    return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(processes: int, cluster: Cluster) -> None:
+    first, second = cluster.train(processes_per_trial=processes)
+    trial = cluster.trial()
+    assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 1), first
+    assert trial.metrics["world_size"] == 2 * processes
+    assert cluster.state() == undisturbed(2 * processes)
+    assert "ENDED the attempt is over" in second
+    assert cluster.left() == []
