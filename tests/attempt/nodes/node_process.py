@@ -9,11 +9,13 @@ import json
 import logging
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
 from prefect_tune.attempt.attempt import Attempt
+from prefect_tune.attempt.nodes import first_node, node_stream
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
@@ -58,7 +60,9 @@ def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], opti
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=5), timedelta(seconds=1)
+    first_node._FEWER_AFTER = timedelta(seconds=2)
     where, number, tries, asked, others = sys.argv[1:]
     print("ENDED", run_node(Path(where), int(number), int(tries), json.loads(asked), json.loads(others)), flush=True)

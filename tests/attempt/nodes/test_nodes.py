@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,14 @@ class Cluster:
         command = [sys.executable, "-m", "tests.attempt.nodes.node_process", *arguments]
         with log.open("w") as output:
             self.nodes.append(
-                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                    env={**os.environ, "OF_TEST": str(self.folder)},
+                )
             )
         return log
 
@@ -67,6 +75,9 @@ class Cluster:
         with self.target.open(timeout=_MINUTE) as store:
             return load(store, _JOURNAL, side_by_side=map).trial("00000")
 
+    def checkpoints(self) -> list[Path]:
+        return list(Path(self.target.path).glob("e/1/trials/*/checkpoints/*/manifest.json"))
+
     def state(self) -> dict[str, list[float]]:
         """The numbers of all ranks, in the newest checkpoint."""
         key = _JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
@@ -86,6 +97,16 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.kill()
 
 
+def _trials_below(folder: Path) -> list[int]:
+    """The processes that work for the nodes of a test."""
+    found = []
+    for each in Path("/proc").iterdir():
+        with suppress(OSError):
+            if each.name.isdecimal() and str(folder).encode() in (each / "environ").read_bytes():
+                found.append(int(each.name))
+    return found
+
+
 def undisturbed(ranks: int) -> dict[str, list[float]]:
     numbers = [float(each + 1) for each in range(ranks)]
     for step in range(1, STEPS + 1):
@@ -102,3 +123,64 @@ def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(proce
     assert cluster.state() == undisturbed(2 * processes)
     assert "ENDED the attempt is over" in second
     assert cluster.left() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_commit(
+    rank: int, cluster: Cluster
+) -> None:
+    first, second = cluster.train(config={"rank": rank, "at": 5, "does": "die"})
+    assert f"rank {rank}'s process ended by SIGKILL" in first
+    assert "ENDED the attempt is over" in second
+    assert cluster.trial().phase is Phase.PENDING
+    assert [each.step for each in cluster.trial().checkpoints][-1] == 4
+    cluster.train(attempt=2)
+    assert (cluster.trial().phase, cluster.trial().step, cluster.trial().attempt) == (Phase.FINISHED, STEPS, 2)
+    assert cluster.state() == undisturbed(2)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continues(node: int, cluster: Cluster) -> None:
+    config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
+    logs = [cluster.start(each, config=config) for each in range(2)]
+    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    os.killpg(cluster.nodes[node].pid, signal.SIGKILL)
+    cluster.nodes[node].wait()
+    killed_at = time.monotonic()
+    cluster.nodes[1 - node].wait(60)
+    assert time.monotonic() - killed_at < 30
+    said = logs[1 - node].read_text()
+    assert f"node {node}" in said
+    assert "has written nothing for 5 s" in said
+    wait_until(lambda: not _trials_below(cluster.folder), logs)
+    cluster.train(attempt=2)
+    assert (cluster.trial().phase, cluster.trial().step, cluster.trial().attempt) == (Phase.FINISHED, STEPS, 2)
+    assert cluster.state() == undisturbed(2)
+    assert cluster.left() == []
+
+
+def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(cluster: Cluster) -> None:
+    first, _ = cluster.train(nodes_per_trial=3, min_nodes=2)
+    assert "2 of 3 nodes have arrived: the attempt begins with these" in first
+    assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
+
+
+def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
+    logs = [cluster.start(0), cluster.start(1)]
+    other = cluster.folder / "other"
+    other.mkdir()
+    (other / "target").symlink_to(cluster.target.path)
+    twin = Cluster.__new__(Cluster)
+    twin.folder, twin.target, twin.nodes = other, cluster.target, cluster.nodes
+    log = twin.start(1)
+    cluster.wait()
+    ended = [each.read_text().partition("ENDED ")[2] for each in (logs[1], log)]
+    assert sorted(each.strip() for each in ended) == ["another process is node 1 of attempt 1", "the attempt is over"]
+    assert cluster.state() == undisturbed(2)
+
+
+def wait_until(condition: Callable[[], bool], logs: Sequence[Path]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "\n".join(each.read_text() for each in logs)
+        time.sleep(0.1)
