@@ -38,6 +38,7 @@ _RUNS_PER_REQUEST = 200  # the most that Prefect returns
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
 """How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
+_DEPLOY = "prefect-tune deploy train-trial --work-pool POOL"
 _AWAY = (PrefectException, httpx.HTTPError, OSError)
 
 
@@ -104,17 +105,23 @@ class DeploymentLauncher:
         """Check the deployment and the specification, before anything is written.
 
         Raises:
-            InvalidInput: there is no such deployment, or the specification has no form as JSON parameters.
+            InvalidInput: there is no such deployment, another version has deployed it, or the specification has no
+                form as JSON parameters.
         """
-        spec_as_parameters(spec)
+        parameters = spec_as_parameters(spec)
         try:
             with get_client(sync_client=True) as client:
-                client.read_deployment_by_name(self._deployment)
+                deployment = client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
             raise InvalidInput(
                 f"trial_deployment: there is no deployment {self._deployment!r}; create it: "
-                "prefect-tune deploy train-trial --work-pool POOL"
+                + _DEPLOY
             ) from missing
+        if unknown := _unknown_to(deployment.parameter_openapi_schema or {}, parameters):
+            raise InvalidInput(
+                f"trial_deployment: {self._deployment!r} was deployed by another version of prefect-tune, which does "
+                f"not know {', '.join(unknown)}; deploy it again: {_DEPLOY}"
+            )
 
     def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         """Return a function that starts the attempt and waits for its end: a start may wait for the API for minutes."""
@@ -224,6 +231,12 @@ def _key(spec: TrialSpec, request: AttemptRequest, attempt: int) -> str:
     """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
     target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
     return f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{attempt}"
+
+
+def _unknown_to(schema: Mapping[str, Any], parameters: Mapping[str, object]) -> Sequence[str]:
+    """Return the fields of a specification that the schema of a deployment of `train_trial` does not have."""
+    known = schema.get("definitions", {}).get(TrialSpec.__name__, {}).get("properties")
+    return [] if known is None else sorted(parameters.keys() - known.keys())
 
 
 def _of_node(key: str, node: int) -> str:

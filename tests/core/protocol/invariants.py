@@ -12,6 +12,7 @@ from prefect_tune.core.experiment.summary import curve
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import Committed, Entry, Opened, Quarantined, Retired
+from prefect_tune.core.messages.node_messages import node_messages_up_to
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
@@ -168,6 +169,7 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
     found = {each.path for each in orphans(store, KEY, trial, side_by_side=map)}
+    found |= {each.path for each in node_messages_up_to(store, KEY, trial.attempt)}
     found |= {key.manifest_path for key in leftover(store, KEY, trial, nothing_to_settle())}
     reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
     return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))

@@ -181,7 +181,7 @@ MUTANTS = {
         every_death,
         {
             commit._place: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
-            commit._see: {"if not written:": "if True:"},
+            commit.require_stored: {"if not written:": "if True:"},
             commit.commit: {
                 "work =": "LATER.clear(); work =",
                 "return CommitResult(": "[at.put(path, of) for at, path, of in LATER]; return CommitResult(",
@@ -220,7 +220,7 @@ MUTANTS = {
     "reuse any orphan": Mutant(
         every_late_deletion, {commit.reusable: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
-    "no look at what was sent": Mutant(every_lie, {commit._see: {"if not written:": "if True:"}}),
+    "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not written:": "if True:"}}),
     "adopt everything": Mutant(
         every_death,
         {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},

@@ -1,0 +1,217 @@
+"""Checkpoints of several nodes: wherever one of them dies, no checkpoint lacks a part, and none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.core.checkpoints import commit, parts
+from prefect_tune.core.checkpoints.commit import Reusable, sent
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.parts import PartsOfSave, refuse_part, send_part, with_parts
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
+from prefect_tune.core.messages.node_messages import node_messages_up_to
+from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
+from prefect_tune.core.storage.object_store import Buffer
+from tests.core.driver import KEY, Files, Witness
+from tests.core.protocol.invariants import after_recovery
+from tests.core.protocol.matrix import explore, fresh_run, killed_before_its_entry
+from tests.core.protocol.mutate import Mutant
+from tests.core.protocol.node_groups import adds, commits, grouped_run, old_group
+from tests.core.protocol.owners import (
+    at_decisions,
+    meet_at_random,
+    meet_in_every_order,
+    takes_over,
+    takes_over_and_saves,
+)
+from tests.core.protocol.worlds import ObjectWorld
+from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Record = Callable[[str, object], None]
+SAVE = CheckpointKey(trial=KEY, step=4, sequence=7)
+NODES = NodesKey(trial=KEY, attempt=2)
+TERM = 3
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("before", [None, grouped_run(2), killed_before_its_entry], ids=["new", "grouped", "single"])
+def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
+    nodes: int, before: Callable[..., None] | None, record_property: Record
+) -> None:
+    explored = explore(ObjectWorld, grouped_run(nodes), before=before)
+    explored.record(record_property, "points explored, several nodes")
+    assert explored.broken == []
+
+
+def test_one_node_continues_what_several_saved(record_property: Record) -> None:
+    explored = explore(ObjectWorld, fresh_run, before=grouped_run(2))
+    explored.record(record_property, "points explored, several nodes")
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("others", [(takes_over,), (takes_over_and_saves,)], ids=["taken over", "saves too"])
+def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_promise(
+    others: Sequence[Callable[..., None]], record_property: Record
+) -> None:
+    explored = meet_in_every_order(old_group(2), [commits, adds(1), *others], at_decisions, limit=60_000)
+    explored.record(record_property, "orders of nodes and owners, every one")
+    assert explored.broken == []
+
+
+def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_break_no_promise(
+    record_property: Record,
+) -> None:
+    acts = [commits, adds(1), adds(2), adds(3), takes_over_and_saves, takes_over_and_saves]
+    explored = meet_at_random(old_group(4), acts, range(60))
+    explored.record(record_property, "orders of nodes and owners, at random")
+    assert explored.broken == []
+
+
+def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
+    group = old_group(2)
+    adds(1)(group)
+    left = {each.path for each in node_messages_up_to(group.store, KEY, group.trial.attempt)}
+    save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.number})
+    assert left == {group.nodes.part_path(save, 1)}
+    assert not node_messages_up_to(group.store, KEY, group.trial.attempt - 1)
+
+
+# ------------------------------------------------------------------------------------------------------- one save
+
+
+def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NODES, term: int = TERM) -> None:
+    send_part(store, SAVE, MemoryFiles(files), of=(nodes, node, term), reuse=Reusable(), side_by_side=map)
+
+
+def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
+    """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
+    about = About(attempt=2, term=TERM, write_id="w", created_at="")
+    manifest = sent(store, SAVE, MemoryFiles(first), about, Reusable(), map)
+    lost = {"lost": dict, **wanted}
+    parts_wanted = PartsOfSave(NODES, TERM, of_nodes, timedelta(0), **lost)  # type: ignore[arg-type]  # one field
+    return restored(store, with_parts(store, parts_wanted, manifest))
+
+
+def test_the_files_of_all_nodes_make_one_checkpoint_and_shared_bytes_are_stored_once() -> None:
+    store = MemoryStore()
+    node_sends(store, 1, {"shared": b"same", "b/1": b"one"})
+    node_sends(store, 2, {"shared": b"same", "b/2": b"two", "empty": b""})
+    found = joined(store, {"shared": b"same", "a": b"zero"}, 1, 2)
+    assert found == {"shared": b"same", "a": b"zero", "b/1": b"one", "b/2": b"two", "empty": b""}
+
+
+def test_two_files_of_one_name_are_an_error_that_names_both_nodes() -> None:
+    store = MemoryStore()
+    node_sends(store, 1, {"model": b"1"})
+    node_sends(store, 2, {"model": b"2"})
+    with pytest.raises(InvalidInput, match="model: nodes 1 and 2 saved different files of this name"):
+        joined(store, {}, 1, 2)
+    with pytest.raises(InvalidInput, match="make no directory: .*'model/x' is below a file"):
+        joined(store, {"model/x": b""}, 1)
+
+
+def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
+    store = MemoryStore()
+    node_sends(store, 1, {"b": b"1"})
+    with pytest.raises(PartMissing, match="node 2, 3 did not add its part in time"):
+        joined(store, {"a": b""}, 1, 2, 3)
+    with pytest.raises(PartMissing, match="node 2 is gone"):
+        joined(store, {"a": b""}, 1, 2, lost=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
+    refuse_part(store, SAVE, (NODES, 2, TERM), "its disk is full")
+    with pytest.raises(PartMissing, match="node 2 cannot add its part: its disk is full"):
+        joined(store, {"a": b""}, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "term", "node"),
+    [
+        pytest.param(NodesKey(trial=KEY, attempt=1), TERM, 1, id="another attempt"),
+        pytest.param(NODES, TERM - 1, 1, id="another owner"),
+        pytest.param(NODES, TERM, 2, id="another node"),
+    ],
+)
+def test_a_part_that_is_not_of_this_save_is_never_taken(nodes: NodesKey, term: int, node: int) -> None:
+    store = MemoryStore()
+    node_sends(store, node, {"b": b"1"}, nodes, term)
+    store.objects[NODES.part_path(SAVE, 1)] = store.objects.pop(nodes.part_path(SAVE, node))
+    with pytest.raises(CheckpointCorrupt, match="expected the part of"):
+        joined(store, {"a": b""}, 1)
+
+
+def test_a_part_whose_bytes_are_gone_is_never_committed() -> None:
+    store = MemoryStore()
+    node_sends(store, 1, {"b": b"1"})
+    for path in [each for each in store.objects if "/blobs/" in each]:
+        del store.objects[path]
+    with pytest.raises(StoreUnavailable, match="the target has nothing"):
+        joined(store, {"a": b""}, 1)
+
+
+# -------------------------------------------------------------------------------------------------------- mutants
+
+
+class Forgetful(MemoryStore):
+    """A store that acknowledges a put of a shard without writing it."""
+
+    def put(self, path: str, data: Buffer) -> None:
+        if bytes(data[:1]) != b"\1":
+            super().put(path, data)
+
+
+def every_death() -> Sequence[str]:
+    return explore(ObjectWorld, grouped_run(2), enough=1).broken
+
+
+def a_forgotten_shard() -> Sequence[str]:
+    store, witness = Forgetful(), Witness()
+    try:
+        grouped_run(2)(store, witness)
+    except StoreUnavailable:
+        return []
+    return after_recovery(store, witness, 3)
+
+
+def other_bytes() -> Sequence[str]:
+    try:
+        test_two_files_of_one_name_are_an_error_that_names_both_nodes()
+    except pytest.fail.Exception as missing:
+        return [str(missing)]
+    return []
+
+
+def meeting_owners() -> Sequence[str]:
+    acts = [commits, adds(1), takes_over_and_saves]
+    return meet_at_random(old_group(2), acts, range(100), enough=1).broken
+
+
+MUTANTS = {
+    "the manifest before the last part": Mutant(
+        every_death, {parts.with_parts: {"for each in wanted.of_nodes if": "for each in wanted.of_nodes[:-1] if"}}
+    ),
+    "no look at what a node sent": Mutant(
+        a_forgotten_shard,
+        {
+            parts.with_parts: {"require_stored(": "len and (lambda *_: 0)("},
+            commit.sent: {"require_stored(": "(lambda *_: 0)("},
+        },
+    ),
+    "the last file of a name counts": Mutant(
+        other_bytes, {parts._joined: {"if _bytes_of(known) != _bytes_of(file):": "if False:"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
+    MUTANTS[name].require_noticed(monkeypatch, record_property)
+
+
+@pytest.mark.parametrize("finder", [a_forgotten_shard, other_bytes, meeting_owners])
+def test_what_notices_them_finds_nothing_wrong_with_the_package(finder: Callable[[], Sequence[str]]) -> None:
+    assert list(finder()) == []
