@@ -145,7 +145,7 @@ class Attempt:
         if self.spec.nodes_per_trial == 1:
             return None
         restored = newest_key(self.spec.trial, experiment.trial(self._name))
-        return OtherNodes(self.spec, start, experiment.term, restored, self.log)
+        return OtherNodes(self.spec, start, experiment.term, restored, self.request.secret, self.log)
 
     @contextmanager
     def _ranks(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:

@@ -96,6 +96,8 @@ class AttemptRequest:
     """Checkpoints to quarantine first, since the trainable fails on them."""
     answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """People's answers to the trial's questions, by the question's key."""
+    secret: str = ""
+    """With which the nodes of the attempt sign their messages; empty for one node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -114,8 +116,7 @@ class DeploymentLauncher:
                 deployment = client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
             raise InvalidInput(
-                f"trial_deployment: there is no deployment {self._deployment!r}; create it: "
-                + _DEPLOY
+                f"trial_deployment: there is no deployment {self._deployment!r}; create it: " + _DEPLOY
             ) from missing
         if unknown := _unknown_to(deployment.parameter_openapi_schema or {}, parameters):
             raise InvalidInput(
@@ -133,6 +134,8 @@ class DeploymentLauncher:
 
         Raises PrefectException, httpx.HTTPError, OSError: the API refuses, or is unavailable for 5 minutes.
         """
+        if spec.nodes_per_trial > 1:
+            request = replace(request, secret=secrets.token_hex(16))
         parameters: dict[str, object] = {
             "parameters": spec_as_parameters(spec),
             "orders": request_as_parameters(request),

@@ -1,4 +1,4 @@
-"""An attempt on two nodes, which are programs that share a target: whichever is killed, all continue and end the same."""
+"""An attempt on two nodes, programs that share a target: whichever is killed, both continue and end the same."""
 
 from __future__ import annotations
 
@@ -177,6 +177,16 @@ def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
     ended = [each.read_text().partition("ENDED ")[2] for each in (logs[1], log)]
     assert sorted(each.strip() for each in ended) == ["another process is node 1 of attempt 1", "the attempt is over"]
     assert cluster.state() == undisturbed(2)
+
+
+def test_what_another_one_writes_for_a_node_is_not_read(cluster: Cluster) -> None:
+    logs = [cluster.start(0), cluster.start(1, secret="of a stranger")]
+    cluster.wait()
+    first, second = (each.read_text() for each in logs)
+    assert "node 1 wrote what cannot be read" in first
+    assert "expected the signature of a node of this attempt" in first
+    assert "ENDED node 0 wrote what cannot be read" in second
+    assert cluster.trial().step == 0
 
 
 def wait_until(condition: Callable[[], bool], logs: Sequence[Path]) -> None:

@@ -34,6 +34,8 @@ KINDS = {
     "prefect-tune/journal": 1,
     "prefect-tune/live-status": 1,
     "prefect-tune/metadata": 1,
+    "prefect-tune/node-messages": 1,
+    "prefect-tune/part": 1,
     "prefect-tune/segment": 1,
     "prefect-tune/stop-request": 1,
 }

@@ -107,4 +107,3 @@ def adds(node: int) -> Callable[[Session], None]:
         session.send(session.store, node, key)
 
     return act
-

@@ -112,7 +112,7 @@ def test_two_files_of_one_name_are_an_error_that_names_both_nodes() -> None:
     node_sends(store, 2, {"model": b"2"})
     with pytest.raises(InvalidInput, match="model: nodes 1 and 2 saved different files of this name"):
         joined(store, {}, 1, 2)
-    with pytest.raises(InvalidInput, match="make no directory: .*'model/x' is below a file"):
+    with pytest.raises(InvalidInput, match=r"make no directory: .*'model/x' is below a file"):
         joined(store, {"model/x": b""}, 1)
 
 

@@ -1,4 +1,4 @@
-"""Trials on several nodes, each a flow run of a process worker: the nodes share the target, and nothing else of ours."""
+"""Trials on several nodes, each a flow run of a process worker: the nodes share the target only."""
 
 from __future__ import annotations
 

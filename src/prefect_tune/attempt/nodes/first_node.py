@@ -74,8 +74,11 @@ class NodesMissing(Exception):
 class OtherNodes:
     """The other nodes of an attempt. Enter it to wait for them."""
 
-    def __init__(self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, log: Log) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - what begins, and where: none follows from another
+        self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, secret: str, log: Log
+    ) -> None:
         self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log
+        self._secret = secret
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
         self._guard = threading.Lock()
         self._arrived: dict[int, str] = {}
@@ -95,7 +98,7 @@ class OtherNodes:
         self.stop = stop.set
         spec, others = self._spec, range(1, self._spec.nodes_per_trial)
         on_target(spec.target, self._delete_earlier)
-        self._writer = NodeWriter(spec.target, self._key, 0, self._log)
+        self._writer = NodeWriter(spec.target, self._key, 0, self._secret, self._log)
         for node in others:
             hears, loses = partial(self._hear, node), partial(self._lose, node)
             self._readers[node] = NodeReader(spec.target, self._key, node, self._writer, hears, loses)
@@ -108,8 +111,9 @@ class OtherNodes:
         address, port = address_here(), free_port()
         self.placement = Placement(spec.processes_per_trial, 1 + len(present), 0, (address, port))
         nodes = (0, *present)
+        start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
         self._writer.send(
-            Begin(nodes=nodes, address=address, port=port, term=self._term, start=self._start, restored=self._restored)
+            Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
         )
         where = ", ".join(f"{each} ({self._arrived[each]})" for each in present)
         self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, where or "no other")
@@ -168,6 +172,8 @@ class OtherNodes:
             if found >= least and not fewer_after.remaining_seconds:
                 self._log.warning("%d of %d nodes have arrived: the attempt begins with these", found, most)
                 return
+            if lost := dict(self._lost):
+                raise NodesMissing("; ".join(f"node {each} {why}" for each, why in lost.items()), is_stopped=False)
             if not all_within.remaining_seconds:
                 within = _ALL_ARRIVE_WITHIN.total_seconds()
                 raise NodesMissing(

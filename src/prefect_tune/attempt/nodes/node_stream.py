@@ -35,8 +35,8 @@ _LAST_MESSAGES = timedelta(seconds=20)
 class NodeWriter:
     """Writes the messages of one node, in order; `send` never waits."""
 
-    def __init__(self, target: StorageTarget, key: NodesKey, node: int, log: Log) -> None:
-        self.node = node
+    def __init__(self, target: StorageTarget, key: NodesKey, node: int, secret: str, log: Log) -> None:
+        self.node, self.secret = node, secret
         self._target, self._key, self._log = target, key, log
         self.node = node
         self._target, self._key, self._log = target, key, log
@@ -95,7 +95,7 @@ class NodeWriter:
         while not self.is_displaced.is_set():
             try:
                 with self._target.open(timeout=_REQUEST) as store:
-                    write_messages(store, self._key, self.node, self._number, written)
+                    write_messages(store, self._key, self.node, self._number, written, self.secret)
                     self._delete(store)
             except AlreadyExists:
                 self.is_displaced.set()
@@ -159,7 +159,7 @@ class NodeReader:
         """Read until half of the store's time is over, or the node is silent."""
         until, tries = time.monotonic() + _REQUEST.total_seconds() / 2, 0
         while time.monotonic() < until and not self._closed.is_set():
-            found = read_messages(store, self._key, self._node, self._number + 1)
+            found = read_messages(store, self._key, self._node, self._number + 1, self._writer.secret)
             if found is None:
                 self._require_alive()
                 self._closed.wait(_PAUSES_SECONDS[min(tries, len(_PAUSES_SECONDS) - 1)])

@@ -119,7 +119,7 @@ class _OtherNode:
         self._merged: dict[int, Path] = {}
 
     def run(self) -> str:
-        self._writer = NodeWriter(self._spec.target, self._key, self._node, self._log)
+        self._writer = NodeWriter(self._spec.target, self._key, self._node, self._request.secret, self._log)
         reader = NodeReader(self._spec.target, self._key, 0, self._writer, self._inbox.put, self._lost)
         try:
             self._writer.send(Arrived(host=socket.gethostname()))
@@ -176,7 +176,9 @@ class _OtherNode:
         restored = None
         if begin.restored is not None:
             restored = str(self._tasks.restore(begin.restored, scratch / "restored"))
-        here = {
+        here = {  # the code is that of this node's own parameters: nothing on the target chooses it
+            "trainable": self._spec.trainable,
+            "stopper": self._spec.stopper,
             "import_path": import_path(),
             "directory": str(scratch / "artifacts"),
             "staging": str(scratch / "staging"),

@@ -6,18 +6,32 @@
 An object holds the messages since the one before it; one without messages says that its writer is alive. One process
 writes the objects of a node, each created if absent: a second process of that node finds its place taken. A reader
 says in its own objects how far it has read, and the writer deletes up to there.
+
+Each object is signed with a secret that the nodes have from their search, not from the target: who can write to the
+target can neither lead ranks to another machine nor speak for one. No message names code, or holds a pickle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hmac import compare_digest
 from typing import Annotated, Literal, TypeAlias
 
+from blake3 import blake3
 from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial
-from prefect_tune.core.models import Message, Value
+from prefect_tune.core.messages.process_messages import (
+    CheckpointSaved,
+    Directive,
+    FromTrial,
+    Leave,
+    Proceed,
+    SaveFailed,
+    Start,
+    StopAndSave,
+)
+from prefect_tune.core.models import Message, Value, canonical_json
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, number_in, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
@@ -61,7 +75,7 @@ class Begin(Value):
     term: int
     """The owner's."""
     start: Start
-    """What each rank receives; a node fills in its own folders and ranks."""
+    """What each rank receives; a node fills in the code, folders and ranks by itself."""
     restored: CheckpointKey | None
     """The checkpoint from which the attempt begins."""
 
@@ -71,7 +85,9 @@ class ToRank(Value):
 
     type: Literal["to-rank"] = "to-rank"
     rank: int
-    message: ToTrial
+    message: Annotated[
+        Directive | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave, Field(discriminator="type")
+    ]
 
 
 class FromRank(Value):
@@ -128,29 +144,43 @@ class NodeMessages(Document):
     has_read: Mapping[str, int]
     """By node, the number of its last object that was read."""
     messages: tuple[NodeMessage, ...]
+    signature: str = ""
+
+    def signed(self, secret: str, path: str) -> NodeMessages:
+        """Return the messages with the signature that belongs to the object at `path`."""
+        plain = canonical_json([path, self.model_copy(update={"signature": ""}).model_dump(mode="json")])
+        signature = blake3(plain, key=blake3(secret.encode()).digest()).hexdigest()
+        return self.model_copy(update={"signature": signature})
 
 
-def write_messages(store: ObjectStore, key: NodesKey, node: int, number: int, written: NodeMessages) -> None:
-    """Create the object `number` (from 1) of a node.
+def write_messages(  # noqa: PLR0913, PLR0917 - where, and what: none follows from another
+    store: ObjectStore, key: NodesKey, node: int, number: int, written: NodeMessages, secret: str
+) -> None:
+    """Create the object `number` (from 1) of a node, signed with `secret`.
 
     Raises:
         AlreadyExists: another process is this node.
         InvalidInput: a message cannot be stored as JSON.
         StoreUnavailable, StoreRefused, CommitUnknown: repeat it with the same arguments.
     """
-    create_or_recognize(store, numbered(key.messages(node), number), seal(written))
+    path = numbered(key.messages(node), number)
+    create_or_recognize(store, path, seal(written.signed(secret, path)))
 
 
-def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int) -> NodeMessages | None:
+def read_messages(store: ObjectStore, key: NodesKey, node: int, number: int, secret: str) -> NodeMessages | None:
     """Return the object `number` of a node; None while there is none.
 
     Raises:
-        JournalCorrupt: it is damaged.
+        JournalCorrupt: it is damaged, or no node that has `secret` wrote it.
     """
+    path = numbered(key.messages(node), number)
     try:
-        return read_sealed(store, NodeMessages, numbered(key.messages(node), number), JournalCorrupt)
+        found = read_sealed(store, NodeMessages, path, JournalCorrupt)
     except ObjectNotFound:
         return None
+    if not compare_digest(found.signature, found.signed(secret, path).signature):
+        raise JournalCorrupt(f"{path}: expected the signature of a node of this attempt, found another one")
+    return found
 
 
 def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int) -> NodesKey | None:
