@@ -17,6 +17,7 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
+from prefect_tune.attempt.group_saves import GroupSave
 from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
@@ -101,8 +102,8 @@ class FakeCommitWorker:
     def flush(self) -> None:
         self.flushes += 1
 
-    def save(self, done: StepDone, committed: Callable[[int], None], _parts: object) -> None:
-        self.uploads.append(lambda: committed(done.report.step))
+    def save(self, save: GroupSave, committed: Callable[[int], None], _failed: object) -> None:
+        self.uploads.append(lambda: committed(save.done.report.step))
 
 
 @pytest.fixture

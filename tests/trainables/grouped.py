@@ -85,6 +85,27 @@ def napping(config: dict[str, Any]) -> None:
             awake.touch()
 
 
+def raises_late(config: dict[str, Any]) -> None:
+    """Rank 1 raises in a step that rank 0 has trained long before, or as it leaves."""
+    is_late = pt.get_trial().rank == 1
+    try:
+        for step in range(1, 4):
+            if is_late and step == config["step"]:
+                time.sleep(1)
+                raise ValueError("this rank raises late")
+            pt.report({"loss": 1 / step})
+    finally:
+        if is_late and config["step"] > 3:
+            raise ValueError("it raises as it leaves")
+
+
+def reports_on_rank_0(_config: dict[str, Any]) -> None:
+    for step in range(1, 4):
+        if pt.get_trial().rank == 0:
+            time.sleep(0.5)
+            pt.report({"loss": 1 / step})
+
+
 def patient(_config: dict[str, Any]) -> None:
     """Train slowly, and save only when asked to: the ranks have to agree on the step."""
     trial = pt.get_trial()

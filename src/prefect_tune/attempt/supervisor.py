@@ -88,6 +88,7 @@ class _Supervisor:
         """In the order in which they arrived, each with its place among what causes what."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
+        self._returned: set[int] = set()
         self._ends_until: Deadline | None = None
         self._failed_at = 0.0
         self._steps = 0
@@ -188,12 +189,18 @@ class _Supervisor:
         self._ended_ranks.add(rank)
         if isinstance(message, TrialEnded):
             # A rank of a launcher may return before the function that has started it, and others after it.
+            if message.returned:
+                self._returned.add(rank)
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
             return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
         why = f"{self._named(rank)}{message.message}"
         if message.cause is Cause.OUT_OF_MEMORY:
             why = f"{why}; {self._meter.memory_words()}"
-        return self._fail(self._failed(message.cause, f"{why}\n{message.traceback}".rstrip()), _FAILED)
+        failed = self._failed(message.cause, f"{why}\n{message.traceback}".rstrip())
+        if rank > 0 and isinstance(self._end, Done) and not message.after_end:
+            self._end = failed  # rank 0 has trained its last step before this rank
+            return self._waited_enough()
+        return self._fail(failed, _FAILED)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
@@ -246,6 +253,7 @@ class _Supervisor:
             self._save(done)
             return
         self._steps += 1
+        self._warn_of_returned()
         is_read = done.asks and self._link.reads_journal
         if is_read:
             self._commit_worker.asks_at = done.report.step
@@ -256,6 +264,17 @@ class _Supervisor:
             self._commit_worker.flush()
         self._asks = done.asks
         self._link.reported(done.report, asks=done.asks)
+
+    def _warn_of_returned(self) -> None:
+        """Say once that ranks have returned and rank 0 trains on; a rank follows each step before it returns."""
+        if early := sorted(self._returned - {0, OWN}):
+            self._returned.clear()
+            which = ", ".join(map(str, early))
+            self._commit_worker.log.warning(
+                "rank %s has returned, and rank 0 reported another step: every rank calls pt.report once in each step, "
+                "or the ranks do not save and end together",
+                which,
+            )
 
     def _save(self, done: StepDone) -> None:
         self._handed_over += 1

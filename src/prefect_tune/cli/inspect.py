@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -22,6 +22,7 @@ from prefect_tune.cli.open_target import (
     experiments_nearby,
     looked_at,
     opened,
+    trial_key,
     trials_today,
     viewed,
     written_at,
@@ -31,9 +32,11 @@ from prefect_tune.core.experiment.cost import AttemptCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.running_attempts import RunningTrial
 from prefect_tune.core.experiment.summary import (
+    Exploited,
     best_first,
     best_of,
     counted,
+    exploited_by,
     is_search,
     kind_of,
     named,
@@ -168,7 +171,9 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (store, state):
         view = viewed(store, state)
-        today = trials_today(store, state, chosen_trials(state, trial)) if trial else []
+        known = chosen_trials(state, trial) if trial else []
+        today = trials_today(store, state, known)
+        exploited = [each for chosen in known for each in _exploited_by(store, state, chosen)]
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return
@@ -181,6 +186,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         chosen = caught_up(chosen, today[0])
     attempts = cost.by_trial().get(chosen.trial, ()) if chosen is not None else ()
     facts = _facts(view, chosen, attempts) if chosen is not None else {}
+    if exploited:
+        facts["exploited"] = [asdict(each) for each in exploited]
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
@@ -244,9 +251,22 @@ def _readable(facts: Mapping[str, object], trial: Trial | None, now: datetime) -
         shown["reason"] = first_line(trial.reason)
     if trial is not None:
         shown["wasted_steps"] = trial.wasted_count
+    if isinstance(exploited := facts.get("exploited"), list):
+        shown["exploited"] = "\n".join(map(_exploit_words, exploited))
     hidden = ("wasted_at_least", "cost")
     left = {name: value for name, value in facts.items() if value not in (None, "") and name not in hidden}
     return {name: shown.get(name, value) for name, value in left.items()}
+
+
+def _exploited_by(store: ObjectStore, state: Experiment, trial: Trial) -> Sequence[Exploited]:
+    with transfer_pool() as transfers:
+        journal = trial_key(state, trial).journal if trial.own_journal else state.key
+        return exploited_by(history(store, journal, side_by_side=transfers), trial.trial)
+
+
+def _exploit_words(exploit: Mapping[str, Any]) -> str:
+    changes = [f"{name} {format_value(old)} → {format_value(new)}" for name, (old, new) in exploit["changed"].items()]
+    return f"step {exploit['step']} of trial {exploit['source']}{': ' if changes else ''}{', '.join(changes)}"
 
 
 def _has_traceback(trial: Trial) -> bool:

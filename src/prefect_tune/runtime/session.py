@@ -473,7 +473,10 @@ class TrialSession:
         with self._sending:
             if not self._ended:
                 self._ended = True
-                self._connection.send(message.model_copy(update={"seconds": self.seconds()}))
+                known: dict[str, object] = {"seconds": self.seconds()}
+                if isinstance(message, Broke):
+                    known["after_end"] = self._over is not None
+                self._connection.send(message.model_copy(update=known))
         if self._overdue is not None:
             self._overdue.cancel()
 

@@ -27,6 +27,8 @@ from tests.trainables.grouped import (
     late_at_last,
     launches,
     napping,
+    raises_late,
+    reports_on_rank_0,
     runs_one,
     runs_programs,
     runs_workers,
@@ -100,6 +102,29 @@ def test_the_error_of_a_rank_ends_the_trial_for_all_within_seconds(tmp_path: Pat
 
 def children_of_here() -> list[int]:
     return [each for each in children_of(os.getpid()) if Path(f"/proc/{each}").exists()]
+
+
+def test_the_error_of_a_rank_counts_where_rank_0_has_trained_its_last_step_before(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises late"):
+        pt.durable_trainable(
+            raises_late, {"step": 2}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+        )
+
+
+def test_an_error_of_a_rank_after_its_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = pt.durable_trainable(
+        raises_late, {"step": 9}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+    )
+    assert (result.status, result.step) == ("completed", 3)
+    assert "after the end of the trial: rank 1: ValueError: it raises as it leaves" in caplog.text
+
+
+def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = pt.durable_trainable(
+        reports_on_rank_0, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+    )
+    assert (result.status, result.step) == ("completed", 3)
+    assert caplog.text.count("rank 1 has returned, and rank 0 reported another step") == 1
 
 
 def test_files_of_one_name_with_other_bytes_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:

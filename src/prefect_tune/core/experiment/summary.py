@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, assert_never, cast, get_args
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, events_in
+from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded, events_in
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Curves",
+    "Exploited",
     "Losses",
     "Scope",
     "best_first",
@@ -27,6 +29,7 @@ __all__ = [
     "best_saved",
     "counted",
     "curve",
+    "exploited_by",
     "front",
     "is_search",
     "kind_of",
@@ -141,6 +144,36 @@ def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
 
 def _dominates(one: Losses, other: Losses) -> bool:
     return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Exploited:
+    """A trial went on from a checkpoint of another one, with another configuration."""
+
+    step: int
+    source: str
+    """The other trial."""
+    changed: Mapping[str, tuple[object, object]]
+    """By parameter, its value before, and from here on."""
+
+
+def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
+    """Return what a trial exploited, in order, from its own journal or, if it has none, the experiment's."""
+    config: Mapping[str, object] = {}
+    found: list[Exploited] = []
+    for event in (event for entry in entries for event in entry.events):
+        match event:
+            case TrialAdded(trial=added) if added == trial:
+                config = event.config
+            case Cloned(trial=into, inherited=False) if into == trial and event.config is not None:
+                names = [*event.config, *(each for each in config if each not in event.config)]
+                values = {each: (config.get(each), event.config.get(each)) for each in names}
+                changed = {each: (old, new) for each, (old, new) in values.items() if old != new}
+                found.append(Exploited(event.checkpoint.step, event.source.trial.trial, changed))
+                config = event.config
+            case _:
+                pass
+    return found
 
 
 # Learning curves of one trial, or of all trials, from the journal of an experiment.

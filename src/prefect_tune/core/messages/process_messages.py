@@ -283,6 +283,8 @@ class Broke(Value):
     cause: Cause
     message: Message
     traceback: Message
+    after_end: bool = False
+    """Whether it raised once the trial was over for this process."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded; None if it was not."""
 
