@@ -156,7 +156,7 @@ class Attempt:
             return
         with nodes:
             elsewhere = nodes.begin(self.link.stop)
-            with rank_group(start, nodes.placement, self._process, elsewhere, nodes.heard_up_to) as group:
+            with rank_group(start, nodes.placement, self._process, elsewhere, nodes.known_up_to) as group:
                 yield group
 
     def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:

@@ -47,7 +47,7 @@ _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
 """How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
 _CAUSE_KNOWN_WITHIN = timedelta(minutes=1)
-"""How long the same may take where nodes are heard every few seconds only."""
+"""How long the same may take where nodes write every few seconds only."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
 """What causes what, where several ranks fail within `_CAUSE_WITHIN`: a death makes the others raise, which may be seen
 first. Only a launcher in the trial ends other ranks when one fails: of its ranks the first failure is the cause."""
@@ -232,7 +232,7 @@ class _Supervisor:
     def _knows_cause(self) -> bool:
         """Whether a failure that caused the first one has arrived: on other nodes, one is seen by their silence."""
         known_from = self._failed_at + _CAUSE_WITHIN.total_seconds()
-        return time.monotonic() >= known_from and self._group.heard_up_to() >= self._failed_at
+        return time.monotonic() >= known_from and self._group.known_up_to() >= self._failed_at
 
     def _named(self, rank: int) -> str:
         return f"rank {rank}: " if self._group.world_size > 1 and rank != OWN else ""

@@ -39,9 +39,9 @@ from prefect_tune.core.messages.node_messages import (
     FromRank,
     GroupOver,
     NodeMessage,
+    NodeStopping,
     RankGone,
     SendPart,
-    StopAsked,
     ToRank,
     node_messages_up_to,
 )
@@ -119,10 +119,10 @@ class OtherNodes:
         self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, where or "no other")
         return [self._channel(node, rank) for node, rank in self._ranks_of(present)]
 
-    def heard_up_to(self) -> float:
-        """Return when the node was heard that has been silent for longest; a lost one is known to be gone."""
-        heard = [each.heard_at for node, each in self._readers.items() if node not in self._lost]
-        return min(heard, default=math.inf)
+    def known_up_to(self) -> float:
+        """Return until when it is known of each node that it was alive; a lost one is known to be gone."""
+        seen = [each.seen_at for node, each in self._readers.items() if node not in self._lost]
+        return min(seen, default=math.inf)
 
     def lost(self) -> Mapping[int, str]:
         """Return the nodes that are gone, with the reason."""
@@ -200,7 +200,7 @@ class OtherNodes:
                 self._ranks[rank].deliver(told.model_dump_json().encode())
             case RankGone(rank=rank, how=how) if rank in self._ranks:
                 self._ranks[rank].hang_up(how)
-            case StopAsked():
+            case NodeStopping():
                 self._log.warning("node %d is asked to stop: the trial saves and ends", node)
                 self.stop()
             case _:

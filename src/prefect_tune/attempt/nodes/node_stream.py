@@ -133,7 +133,7 @@ class NodeReader:
         self._receive, self._lost = receive, lost
         writer.read_up_to.setdefault(node, 0)
         self._number = 0
-        self.heard_at = time.monotonic()
+        self.seen_at = time.monotonic()
         """When an object was read last, in seconds of the monotonic clock."""
         self._silent_since: float | None = None
         self._closed = threading.Event()
@@ -166,7 +166,7 @@ class NodeReader:
                 tries += 1
                 continue
             tries, self._number = 0, self._number + 1
-            self.heard_at, self._silent_since = time.monotonic(), None
+            self.seen_at, self._silent_since = time.monotonic(), None
             self._writer.has_read[self._node] = self._number
             self._writer.read_up_to[self._node] = found.has_read.get(str(self._writer.node), 0)
             for each in found.messages:

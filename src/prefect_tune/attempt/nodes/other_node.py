@@ -37,9 +37,9 @@ from prefect_tune.core.messages.node_messages import (
     FromRank,
     GroupOver,
     NodeMessage,
+    NodeStopping,
     RankGone,
     SendPart,
-    StopAsked,
     ToRank,
     newest_attempt,
 )
@@ -152,7 +152,7 @@ class _OtherNode:
     def _pass_on_stop(self) -> None:
         if self._link.stop.is_set() and not self._stop_was_asked:
             self._stop_was_asked = True
-            self._writer.send(StopAsked())
+            self._writer.send(NodeStopping())
 
     def _train(self, begin: Begin) -> None:
         place, processes = begin.nodes.index(self._node), self._spec.processes_per_trial

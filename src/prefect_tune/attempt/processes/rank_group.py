@@ -62,9 +62,9 @@ class RankGroup:
         self,
         channels: Sequence[TrialChannel],
         joins: _Joins | None = None,
-        heard_up_to: Callable[[], float] = lambda: math.inf,
+        known_up_to: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        self.heard_up_to = heard_up_to
+        self.known_up_to = known_up_to
         """Returns up to when it is known of all ranks whether they are gone, in seconds of the monotonic clock."""
         self._channels = dict(enumerate(channels))
         self._open = dict(self._channels)
@@ -266,16 +266,16 @@ def rank_group(
     placement: Placement,
     open_channel: Callable[[Start], AbstractContextManager[TrialChannel]],
     elsewhere: Sequence[TrialChannel] = (),
-    heard_up_to: Callable[[], float] = lambda: math.inf,
+    known_up_to: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[RankGroup]:
     """Open the processes of an attempt, each with its rank, and end them when the block is left.
 
-    `elsewhere` are the channels to ranks of other nodes; `heard_up_to` is as in `RankGroup`.
+    `elsewhere` are the channels to ranks of other nodes; `known_up_to` is as in `RankGroup`.
     """
     with ExitStack() as opened:
         if placement.world_size > 1:
             here = [opened.enter_context(open_channel(each)) for each in _starts(start, placement)]
-            group = RankGroup([*here, *elsewhere], heard_up_to=heard_up_to)
+            group = RankGroup([*here, *elsewhere], known_up_to=known_up_to)
             opened.callback(group.close)
             yield group
             return

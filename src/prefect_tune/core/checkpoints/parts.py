@@ -31,7 +31,7 @@ from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, cre
 _PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
-class Part(Contents, Document):
+class StoredPart(Contents, Document):
     """What one node adds to a checkpoint."""
 
     format: Literal["prefect-tune/part"] = "prefect-tune/part"
@@ -77,13 +77,13 @@ def send_part(  # noqa: PLR0913 - as `commit`, and whose part it is
     about = About(attempt=nodes.attempt, term=term, write_id="", created_at="")
     contents = sent(store, key, source, about, reuse, side_by_side)
     fields = {name: getattr(contents, name) for name in Contents.model_fields}
-    _create(store, key, Part(**fields, term=term, attempt=nodes.attempt, node=node), nodes)
+    _create(store, key, StoredPart(**fields, term=term, attempt=nodes.attempt, node=node), nodes)
 
 
 def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], why: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises as `send_part`."""
     nodes, node, term = of
-    failed = Part(
+    failed = StoredPart(
         experiment=key.trial.experiment,
         generation=key.trial.generation,
         trial=key.trial.trial,
@@ -99,7 +99,7 @@ def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int,
     _create(store, key, failed, nodes)
 
 
-def _create(store: ObjectStore, key: CheckpointKey, part: Part, nodes: NodesKey) -> None:
+def _create(store: ObjectStore, key: CheckpointKey, part: StoredPart, nodes: NodesKey) -> None:
     create_or_recognize(store, nodes.part_path(key, part.node), seal(part))
 
 
@@ -112,7 +112,7 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         StoreUnavailable: a blob of a part is missing.
         CheckpointCorrupt: a part is damaged, or is not of this save.
     """
-    found: dict[int, Part] = {}
+    found: dict[int, StoredPart] = {}
     pauses, until_seconds = iter(_PAUSES_SECONDS), time.monotonic() + wanted.within.total_seconds()
     while missing := [each for each in wanted.of_nodes if each not in found]:
         for node in missing:
@@ -130,11 +130,11 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
     return _joined(manifest, [found[each] for each in sorted(found)])
 
 
-def _part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int) -> Part | None:
+def _part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int) -> StoredPart | None:
     """Return the part of a node; None while there is none."""
     path = wanted.nodes.part_path(key, node)
     try:
-        part = read_sealed(store, Part, path, CheckpointCorrupt)
+        part = read_sealed(store, StoredPart, path, CheckpointCorrupt)
     except ObjectNotFound:
         return None
     found = part.key, part.attempt, part.term, part.node
@@ -146,7 +146,7 @@ def _part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int
     return part
 
 
-def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
+def _joined(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
     blobs: dict[BlobRef, int] = {blob: index for index, blob in enumerate(manifest.blobs)}
     files = {each.path: (0, each) for each in manifest.files}
     empty = set(manifest.empty_directories)
@@ -174,7 +174,7 @@ def _joined(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
         raise InvalidInput(f"the files of the nodes make no directory: {why}") from None
 
 
-def _placed(file: FileRef, part: Part, blobs: dict[BlobRef, int]) -> FileRef:
+def _placed(file: FileRef, part: StoredPart, blobs: dict[BlobRef, int]) -> FileRef:
     """Return the file with its blobs among `blobs`, to which those that are new are added."""
     chunks = tuple(
         ChunkRef(

@@ -43,9 +43,9 @@ __all__ = [
     "GroupOver",
     "NodeMessage",
     "NodeMessages",
+    "NodeStopping",
     "RankGone",
     "SendPart",
-    "StopAsked",
     "ToRank",
     "has_begun",
     "newest_attempt",
@@ -117,10 +117,10 @@ class SendPart(Value):
     """As in `commit.reusable`."""
 
 
-class StopAsked(Value):
+class NodeStopping(Value):
     """The node is asked to stop, as by its infrastructure: the attempt saves and ends."""
 
-    type: Literal["stop-asked"] = "stop-asked"
+    type: Literal["node-stopping"] = "stop-asked"
 
 
 class GroupOver(Value):
@@ -130,7 +130,7 @@ class GroupOver(Value):
 
 
 NodeMessage: TypeAlias = Annotated[
-    Arrived | Begin | ToRank | FromRank | RankGone | SendPart | StopAsked | GroupOver, Field(discriminator="type")
+    Arrived | Begin | ToRank | FromRank | RankGone | SendPart | NodeStopping | GroupOver, Field(discriminator="type")
 ]
 
 

@@ -16,10 +16,10 @@ from prefect_tune.core.messages.node_messages import node_messages_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness
+from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group
 from tests.core.protocol.invariants import after_recovery
 from tests.core.protocol.matrix import explore, fresh_run, killed_before_its_entry
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.node_groups import adds, commits, grouped_run, old_group
 from tests.core.protocol.owners import (
     at_decisions,
     meet_at_random,
