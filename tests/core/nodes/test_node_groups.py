@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import pytest
 
@@ -16,7 +15,7 @@ from prefect_tune.core.messages.node_messages import node_messages_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness
-from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group
+from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group, too_late
 from tests.core.protocol.invariants import after_recovery
 from tests.core.protocol.matrix import explore, fresh_run, killed_before_its_entry
 from tests.core.protocol.mutate import Mutant
@@ -94,7 +93,7 @@ def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -
     about = About(attempt=2, term=TERM, write_id="w", created_at="")
     manifest = sent(store, SAVE, MemoryFiles(first), about, Reusable(), map)
     lost = {"lost": dict, **wanted}
-    parts_wanted = PartsOfSave(NODES, TERM, of_nodes, timedelta(0), **lost)  # type: ignore[arg-type]  # one field
+    parts_wanted = PartsOfSave(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
     return restored(store, with_parts(store, parts_wanted, manifest))
 
 

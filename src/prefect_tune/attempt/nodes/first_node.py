@@ -58,6 +58,7 @@ _ALL_ARRIVE_WITHIN = timedelta(minutes=10)
 _FEWER_AFTER = timedelta(minutes=2)
 """After which time an attempt begins with `min_nodes`."""
 _LOOK_SECONDS = 0.1
+_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
 _READ_WITHIN = timedelta(seconds=10)
 _TO_RANK_BYTES = 64 * 1024**2
 _UNROUTED = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): choosing a route to it sends nothing
@@ -136,7 +137,7 @@ class OtherNodes:
         """
         parent, collected = parent_of_next(self._spec.trial, before), reused_from(before)
         self._writer.send(SendPart(key=key, parent=parent, collected_up_to=collected))
-        yield PartsOfSave(self._key, self._term, tuple(nodes), PARTS_WITHIN, self.lost)
+        yield PartsOfSave(self._key, self._term, tuple(nodes), _waits, self.lost)
         for node in nodes:
             self._writer.delete(self._key.part_path(key, node))
 
@@ -250,6 +251,17 @@ class _RankElsewhere:
             while True:
                 if (message := reader.read()) is not None:
                     self._writer.send(ToRank(rank=self._rank, message=message))
+
+
+def _waits() -> Callable[[], bool]:
+    """Begin to wait for parts; return a function that waits a moment, or returns False once they are too late."""
+    late, pauses = Deadline.after(PARTS_WITHIN), iter(_PAUSES_SECONDS)
+
+    def wait() -> bool:
+        time.sleep(next(pauses, _PAUSES_SECONDS[-1]))
+        return late.remaining_seconds > 0
+
+    return wait
 
 
 def address_here() -> str:

@@ -13,10 +13,8 @@ Never: a manifest before the last part; a part of another attempt, owner or save
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 from pydantic import ValidationError
@@ -27,8 +25,6 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, ObjectNotF
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, create_or_recognize
-
-_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 class StoredPart(Contents, Document):
@@ -52,8 +48,8 @@ class PartsOfSave:
     """The owner's, in which it is saved."""
     of_nodes: tuple[int, ...]
     """The nodes that add one."""
-    within: timedelta
-    """How long they may take after the files of node 0 are sent."""
+    waits: Callable[[], Callable[[], bool]]
+    """Called when the files of node 0 are sent; returns a function that waits a moment, or returns False: too late."""
     lost: Callable[[], Mapping[int, str]]
     """Returns the nodes that are gone, with the reason."""
 
@@ -113,7 +109,7 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         CheckpointCorrupt: a part is damaged, or is not of this save.
     """
     found: dict[int, StoredPart] = {}
-    pauses, until_seconds = iter(_PAUSES_SECONDS), time.monotonic() + wanted.within.total_seconds()
+    wait = wanted.waits()
     while missing := [each for each in wanted.of_nodes if each not in found]:
         for node in missing:
             if (part := _part(store, manifest.key, wanted, node)) is not None:
@@ -121,10 +117,8 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         still = [each for each in missing if each not in found]
         if gone := {each: why for each, why in wanted.lost().items() if each in still}:
             raise PartMissing("; ".join(f"node {each} {why}" for each, why in gone.items()))
-        if still and time.monotonic() >= until_seconds:
+        if still and not wait():
             raise PartMissing(f"node {', '.join(map(str, still))} did not add its part in time")
-        if still:
-            time.sleep(next(pauses, _PAUSES_SECONDS[-1]))
     sizes = {part.blob_path(index): blob.size_bytes for part in found.values() for index, blob in enumerate(part.blobs)}
     require_stored(store, manifest.key.trial, sizes)
     return _joined(manifest, [found[each] for each in sorted(found)])

@@ -120,7 +120,7 @@ class SendPart(Value):
 class NodeStopping(Value):
     """The node is asked to stop, as by its infrastructure: the attempt saves and ends."""
 
-    type: Literal["node-stopping"] = "stop-asked"
+    type: Literal["node-stopping"] = "node-stopping"
 
 
 class GroupOver(Value):
