@@ -33,8 +33,9 @@ def test_two_nodes_train_a_trial_and_after_the_death_of_a_rank_its_next_attempt(
     [trial] = results.trials.values()
     assert (trial.status, trial.step, trial.attempt) == ("completed", STEPS, 2)
     assert trial.metrics["world_size"] == 4
-    assert trial.checkpoint is not None
-    with trial.checkpoint.as_directory() as directory:
+    checkpoint = results.checkpoint(trial.trial)
+    assert checkpoint is not None
+    with checkpoint.as_directory() as directory:
         ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}
     assert ranks == {f"rank-{rank}.json": STEPS for rank in range(4)}
     assert not [each for each in Path(local_target.path).glob("nodes/1/trials/*/nodes/**/*") if each.is_file()]

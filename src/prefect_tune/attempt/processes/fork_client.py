@@ -27,7 +27,8 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
-_WORDS_BYTES = 64
+_WORDS_BYTES, _REASON_BYTES = 64, 2000
+_MOST_SPLITS = 2  # "born" and two numbers; "unfit" and a reason
 _FIRST = "1"  # a process's first temporary directory
 
 
@@ -157,13 +158,19 @@ def _latin(text: str) -> str:
     return os.fsencode(text).decode("latin-1")
 
 
+class ForksUnfit(OSError):
+    """A template cannot be forked safely any more; the text is the reason."""
+
+
 def _started_pid(status: socket.socket) -> int | None:
-    words = message_of(status, _PATIENCE)
-    match (words if words is not None else "no word yet").split():
+    words = message_of(status, _PATIENCE, _REASON_BYTES)
+    match (words if words is not None else "no word yet").split(maxsplit=_MOST_SPLITS):
         case ["born", subreaper, _]:
             return int(subreaper)
         case ["failed", number]:
             raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
+        case ["unfit", *why]:
+            raise ForksUnfit(" ".join(why))
         case []:
             return None
         case _:
@@ -202,6 +209,7 @@ class PendingFork:
 
         Raises:
             TimeoutError: it does not answer.
+            ForksUnfit: what it was to be forked from cannot be forked safely any more.
             OSError: the fork failed, for example for lack of memory or process ids.
         """
         with ExitStack() as undo:

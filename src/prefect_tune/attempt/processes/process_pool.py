@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.attempt.processes.fork_client import ForkedProcess, PendingFork, surroundings
-from prefect_tune.attempt.processes.fork_server_pool import ForkServers, TrialKind
+from prefect_tune.attempt.processes.fork_client import ForkedProcess, ForksUnfit, PendingFork, surroundings
+from prefect_tune.attempt.processes.fork_server_pool import ForkServers, Template, TrialKind
 from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.attempt.trial_spec import import_path
@@ -47,6 +47,7 @@ _BEGINS = timedelta(seconds=60)  # a fork begins in milliseconds, unless a lock 
 _FIRST_REPORT = timedelta(minutes=10)
 _IDLE = timedelta(seconds=30)
 """How long a pool outlives its last attempt: the scheduler may send the search's next one to this worker."""
+_OF_A_FORK = ("SIGSEGV", "SIGBUS", "SIGABRT")
 _NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
 
 
@@ -193,7 +194,7 @@ class TrialProcessPool:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
         self._end_waiting(slots=self._slots)
         while (expected := self._next_expected(kind)) is not None:
-            with suppress(OSError):
+            with self._refusing(kind, log):
                 if (child := expected.child()) is None:
                     continue
                 waits = WaitLog(log, f"importing {kind}")
@@ -210,7 +211,25 @@ class TrialProcessPool:
             except TimeoutError as error:  # such as a fork handler that hangs
                 self._forks.lose(forks)
                 self._forks.refuse(kind, str(error), log)
+            except OSError as error:  # such as a thread that runs in it now, or a limit that its import has lowered
+                if not isinstance(forks, Template):
+                    raise
+                self._forks.refuse(kind, str(error), log)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
+
+    @contextmanager
+    def _refusing(self, kind: TrialKind, log: Log) -> Iterator[None]:
+        """Go on without a process that was forked in advance; fork no more of its kind if it hangs, or must not be."""
+        try:
+            yield
+        except (TimeoutError, ForksUnfit) as error:
+            self._forks.refuse(kind, str(error), log)
+        except OSError:
+            pass  # a fork that is needed fails for the same reason, and says so
+
+    def forks_after_import(self, kind: TrialKind) -> bool:
+        """Return whether trials of this kind are forked from a process that has imported their trainable."""
+        return isinstance(self._forks.running(kind), Template)
 
     def refuse_forks(self, kind: TrialKind, why: str, log: Log) -> None:
         """Fork no more trials of this kind after its import: one of them has failed for that, as `why` says."""
@@ -342,7 +361,8 @@ class _PooledChannel(TrialChannel):
         self._request = request
         self._borrowed = borrowed
         self._is_on_trial = has_served  # until the kept process has reported a step, asked or ended
-        self._sent: list[ToTrial] = []  # messages up to then or to its begin, to be sent again to a replacement
+        self._has_reported = False
+        self._sent: list[ToTrial] = []  # messages up to the first report, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
         self._begins: Deadline | None = None
@@ -361,7 +381,7 @@ class _PooledChannel(TrialChannel):
 
     def tell(self, message: ToTrial) -> None:
         with self._changing:
-            if self._is_on_trial or not self.has_begun:
+            if not self._has_reported:
                 self._sent.append(message)
             if not self._closed:  # the process may serve another trial by then
                 super().tell(message)
@@ -371,18 +391,34 @@ class _PooledChannel(TrialChannel):
         try:
             message = super().receive(patience)
         except EOFError:
-            if not self._is_on_trial:
+            if not self._is_on_trial and not self._broke_by_its_fork():
                 raise
             self._replace()
             return None
         if self._is_on_trial and isinstance(message, Broke):
             self._replace(f"failed before its first report ({message.message})")
             return None
+        self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
         self._is_on_trial &= message is None or isinstance(message, TrainableLoaded)
         self.keeps = isinstance(message, TrialEnded) and message.waits
         self._borrowed.exits |= isinstance(message, TrialEnded | Broke)
         self._note_wait(message, had_begun)
         return message
+
+    def _broke_by_its_fork(self) -> bool:
+        """Whether it was forked after the import, and died of a signal of its own before its first report.
+
+        Memory that a fork does not get (`MADV_DONTFORK`), or a driver that it may not use, end it so. From now on each
+        process imports the trainable, so that this is tried once.
+        """
+        if self._has_reported or not self._pool.forks_after_import(self._request.kind):
+            return False
+        how = self._borrowed.end().partition("\n")[0]
+        if not any(name in how for name in _OF_A_FORK):
+            return False
+        why = f"a process that was forked after it {how} before its first report"
+        self._pool.refuse_forks(self._request.kind, why, self._request.log)
+        return True
 
     def _note_wait(self, message: FromTrial | None, had_begun: bool) -> None:  # noqa: FBT001 - of one call
         """Log how long the trial has not come to its first report; replace a process that has not even begun."""

@@ -11,20 +11,22 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
-from prefect_tune.core.models import first_line
+from prefect_tune.core.models import first_line, plural
+from prefect_tune.core.texts import visible
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.processes.group_signals import handlers_in_fork
-from prefect_tune.runtime.processes.linux import children_of
+from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
 from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
 from prefect_tune.runtime.processes.trial_process import forks_end, remember_source
 from prefect_tune.runtime.trial_errors import text_of
@@ -36,12 +38,14 @@ _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 # Caches in the temporary directory, which libraries write so that processes may share them.
 _SHARED_CACHES = ("matplotlib-", "torchinductor_")
 _PROBE = timedelta(seconds=10)
+_SLOW = timedelta(seconds=3)  # a probe that takes longer: each trial would wait as long
+_SHOWN_CHARACTERS = 80
 _ANSWER_BYTES, _NOTHING = 2000, b"nothing"
 
 
 def import_before_forking(request: ImportRequest) -> str:
     """Import the trainable; return why this process must not be forked now, empty if it may be."""
-    before, held, temporary = _handlers(), _Held.now(), Path(os.environ["TMPDIR"])
+    before, temporary = _State.now(), Path(os.environ["TMPDIR"])
     prepend_import_path(request.import_path)
     try:
         with noting_import(), forks_end():
@@ -51,7 +55,10 @@ def import_before_forking(request: ImportRequest) -> str:
         return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
     finally:
         flush_output()  # else each fork prints it again
-    return _why_not_fork(before, held, temporary)
+    try:
+        return _why_not_fork(before, temporary)
+    except Exception as error:  # noqa: BLE001 - the import may have replaced what this module calls
+        return f"it could not be inspected after its import: {type(error).__name__}: {first_line(str(error))}"
 
 
 def _finish_torch() -> None:
@@ -62,9 +69,16 @@ def _finish_torch() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What forks would share with this process, and with each other."""
+class _State:
+    """What forks would share with this process, and with each other, or would lose."""
 
+    handlers: Mapping[int, Any]
+    """Of signals."""
+    blocked: frozenset[int]
+    """The signals that are blocked."""
+    processes: frozenset[int]
+    """Its children, and those that its subreaper has adopted."""
+    has_gpu: bool
     descriptors: Mapping[str, str]
     """What each open descriptor refers to. Forks would share the position in a file, and a connection."""
     memory: frozenset[str]
@@ -77,36 +91,46 @@ class _Held:
             with suppress(OSError):  # the listing's own
                 descriptors[each.name] = str(each.readlink())
         maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-        return cls(descriptors, frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s"))
+        shared = frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s")
+        blocked = frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        return cls(_handlers(), blocked, _processes_left(), _has_gpu_context(), descriptors, shared)
 
     def added_since(self, before: Self) -> list[str]:
+        """Return the names of what is open now, and was not."""
         opened = [what for name, what in self.descriptors.items() if before.descriptors.get(name) != what]
-        return sorted([*opened, *(f"shared memory {name}" for name in self.memory - before.memory)])
+        gpu = ["a GPU"] * (self.has_gpu and not before.has_gpu)
+        return sorted([*opened, *(f"shared memory {name}" for name in self.memory - before.memory)]) or gpu
 
 
-def _why_not_fork(before: Mapping[int, Any], held: _Held, temporary: Path) -> str:
+def _why_not_fork(before: _State, temporary: Path) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
+    began = time.monotonic()
     of_fork = _done_by_a_fork()  # first: libraries with fork handlers, such as OpenBLAS, end their threads here then
-    if of_import := _done_since(before, held):
+    took = time.monotonic() - began
+    if of_import := _done_since(before):
         return f"its import {of_import}" + (f"; a fork of it {of_fork}" if of_fork else "")
     if of_fork:
         return f"a fork of it {of_fork}"
     if made := sorted(each.name for each in temporary.iterdir() if not each.name.startswith(_SHARED_CACHES)):
         return f"its import made temporary files, which forks would share: {', '.join(made)}"
+    if took > _SLOW.total_seconds():
+        return f"a fork of it takes {took:.0f} s: handlers of os.register_at_fork wait"
     return ""
 
 
-def _done_since(handlers: Mapping[int, Any], held: _Held) -> str:
+def _done_since(before: _State) -> str:
     """Return what this process has now that a fork would lose, or share; empty if there is nothing."""
-    now = _handlers()
-    if changed := [signal.Signals(each).name for each, own in handlers.items() if now[each] != own]:
+    now = _State.now()
+    if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now.handlers[each] != own]:
         return f"installed handlers of signals: {', '.join(changed)}"
-    if threads := _threads():
+    if changed := [signal.Signals(each).name for each in now.blocked ^ before.blocked]:
+        return f"changed which signals are blocked: {', '.join(sorted(changed))}"
+    if threads := running_threads():
         return f"started threads that still run: {', '.join(threads)}"
-    if processes := _processes_left():
-        return f"started processes that still run: {', '.join(map(str, sorted(processes)))}"
-    if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
+    if processes := now.processes - before.processes:
+        return f"started processes that still run: {', '.join(map(_shown, sorted(processes)))}"
+    if left := now.added_since(before):
         return f"left open: {', '.join(left)}"
     if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
         return "set a timer"
@@ -116,47 +140,67 @@ def _done_since(handlers: Mapping[int, Any], held: _Held) -> str:
 def _done_by_a_fork(generations: int = 2) -> str:
     """Return what fork handlers do in a fork of this process, and in a fork of that: a subreaper, and its trial."""
     reading, writing = os.pipe()
-    handlers, held = handlers_in_fork(_handlers()), _Held.now()
-    with warnings.catch_warnings(), os.fdopen(reading, "rb"), os.fdopen(writing, "wb"):
+    before = _State.now()
+    before = replace(before, handlers=handlers_in_fork(before.handlers))
+    with warnings.catch_warnings(), os.fdopen(reading, "rb"), os.fdopen(writing, "wb") as theirs:
         warnings.simplefilter("ignore")  # Python 3.12 warns if there is another thread: OpenBLAS ends its own just then
         if (probe := os.fork()) == 0:
-            try:
-                done = _done_since(handlers, held) or (_done_by_a_fork(generations - 1) if generations > 1 else "")
-                os.write(writing, done.encode("utf-8", "replace")[:_ANSWER_BYTES] or _NOTHING)
-            finally:
-                os._exit(0)
+            _answer(writing, before, generations)
+        theirs.close()
         if wait([reading], _PROBE.total_seconds()):
-            said = os.read(reading, _ANSWER_BYTES)
+            said = os.read(reading, _ANSWER_BYTES) or b"ended before it could be inspected"
         else:
-            said = f"did not answer within {_PROBE}".encode()
-            os.kill(probe, signal.SIGKILL)
+            said = f"did not answer within {_PROBE.total_seconds():g} s".encode()
+            send_signal(signal.SIGKILL, {probe, *children_of(probe)})
         with suppress(ChildProcessError):  # the import has set SIGCHLD to be ignored
             os.waitpid(probe, 0)
     return "" if said == _NOTHING else said.decode("utf-8", "replace")
+
+
+def _answer(writing: int, before: _State, generations: int) -> NoReturn:
+    """In a fork: write what its fork handlers have done, and what those of a fork of it do."""
+    try:
+        done = _done_since(before) or (_done_by_a_fork(generations - 1) if generations > 1 else "")
+    except BaseException as error:  # noqa: BLE001 - the process's edge
+        done = f"cannot be inspected: {type(error).__name__}: {first_line(str(error))}"
+    try:
+        os.write(writing, done.encode("utf-8", "replace")[:_ANSWER_BYTES] or _NOTHING)
+    finally:
+        os._exit(0)
 
 
 def _handlers() -> Mapping[int, Any]:
     return {int(number): signal.getsignal(number) for number in signal.valid_signals()}
 
 
-def _processes_left() -> set[int]:
+def _processes_left() -> frozenset[int]:
     """Return the children of this process, and of its subreaper, which adopts those whose parent has exited."""
-    return children_of(os.getpid(), os.getppid()) - {os.getpid()}
+    found = children_of(os.getpid(), os.getppid()) - {os.getpid()}
+    return frozenset(each for each in found if command_of(each))  # one that is dead has none
 
 
-def _threads() -> list[str]:
+def _shown(process: int) -> str:
+    """Return the command line of a process, and its number."""
+    command = command_of(process).rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
+    return f"{visible(command[:_SHOWN_CHARACTERS]) or 'a process'} ({process})"
+
+
+def running_threads() -> list[str]:
     """Return the names of the other threads: Python's, and those of libraries."""
     ours = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     own = _thread_name(Path("/proc/self"))  # a library's thread inherits it, unless the library names the thread
     names = [_thread_name(each) for each in Path("/proc/self/task").iterdir() if int(each.name) != os.getpid()]
-    others = [each for each in names if each and each not in _FORK_SAFE_THREADS]
-    return ours or sorted({f"a library's {each}" if each != own else "a library's" for each in others})
+    others = [each for each in names if each is not None and each not in _FORK_SAFE_THREADS]
+    unnamed = sum(each in (own, "") for each in others)
+    of_libraries = [f"{plural(unnamed, 'thread', 'threads')} of libraries, without names"] * bool(unnamed)
+    return ours or sorted({f"a library's {each}" for each in others if each not in (own, "")}) + of_libraries
 
 
-def _thread_name(task: Path) -> str:
-    with suppress(OSError):  # it has ended
+def _thread_name(task: Path) -> str | None:
+    """Return the name that a thread has, maybe an empty one; None if it has ended."""
+    with suppress(OSError):
         return (task / "comm").read_text().strip()
-    return ""
+    return None
 
 
 def _has_gpu_context() -> bool:

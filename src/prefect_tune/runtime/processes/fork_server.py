@@ -41,7 +41,7 @@ from typing import Any, NoReturn, TypeAlias
 from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.load_named import names_for_spawned
-from prefect_tune.runtime.processes.fork_safety import import_before_forking
+from prefect_tune.runtime.processes.fork_safety import import_before_forking, running_threads
 from prefect_tune.runtime.processes.group_signals import ignore_group_signals
 from prefect_tune.runtime.processes.linux import (
     adopt_orphans,
@@ -112,7 +112,8 @@ def run_forever(life: _Life | None) -> NoReturn:
             life = life()
         code = 0
     except BaseException:  # noqa: BLE001 - the process's edge: a traceback, and exit code 1
-        traceback.print_exc()
+        with suppress(Exception):  # the trainable has replaced stderr
+            traceback.print_exc()
     finally:
         flush_output()
         os._exit(code)
@@ -369,12 +370,21 @@ def _is_set_up(request: _ForkRequest, subreaper: int, before: _Handlers, name: b
 
 
 def _fork(request: _ForkRequest) -> int:
-    """Fork; on failure report it on the request's socket, and return -1."""
+    """Fork; on failure report it on the request's socket, and return -1.
+
+    A fork beside another thread may hang for ever: such a thread is there if the trainable starts it after its import.
+    """
     try:
-        return os.fork()
+        child = os.fork()
     except OSError as error:
         _send(request.status, f"failed {error.errno}")
         return -1
+    if child and (threads := running_threads()):
+        send_signal(signal.SIGKILL, {child, *children_of(child)})
+        os.waitpid(child, 0)
+        _send(request.status, f"unfit it started threads after its import: {', '.join(threads)}"[:_REASON_BYTES])
+        return -1
+    return child
 
 
 def _send(status: int, words: str) -> None:

@@ -36,6 +36,7 @@ def sigchld_pipe() -> int:
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # as the script that started this may have blocked it
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     return reading
 

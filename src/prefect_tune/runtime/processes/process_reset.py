@@ -198,7 +198,7 @@ def _directory() -> str:
 def flush_output() -> None:
     """Flush stdout and stderr before `os._exit`, which does not."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader is gone
+        with suppress(Exception):  # closed, replaced by something else, or its reader is gone
             stream.flush()
 
 
