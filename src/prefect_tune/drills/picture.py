@@ -52,7 +52,7 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
     console.print(Text.assemble(mark, first))
     for line in others:
-        console.print(Padding(Text(line.strip()), (0, 0, 0, 4)))
+        console.print(Padding(Text(line.strip()), (0, 0, 0, 4), expand=False))
     if keep:
         console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
     return report
