@@ -393,7 +393,7 @@ def _cost(report_input: ReportInput) -> Cost:
     wasted, seconds = sum(each.wasted_steps for each in trials), report_input.cost.seconds
     return Cost(
         trained_seconds=trained,
-        useful_seconds=seconds[Category.TRAINING] if report_input.cost.attempts else trained,
+        useful_seconds=seconds[Category.TRAINING] if trained and report_input.cost.attempts else trained,
         lost_seconds=seconds[Category.LOST],
         attempts=sum(each.attempt for each in trials),
         attempts_lost=sum(each.end is AttemptEnd.LOST for each in attempts),
