@@ -236,4 +236,4 @@ def test_the_legend_explains_the_marks_that_the_picture_has() -> None:
     track = Track("begun", 12, step=5, committed={3}, kills=[4])
     assert legend_of([track]) == "[green]●[/] committed   [bold red]✗[/] SIGKILL"
     resumed = Track("resumed", 12, resumes=[3])
-    assert legend_of([track, resumed]).endswith("   [bold yellow]↻[/] resumed from the commit of this step")
+    assert legend_of([track, resumed]).endswith("   [bold yellow]↻[/] resumed after this step")

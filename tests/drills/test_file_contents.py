@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import joblib
+import joblib  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,9 +114,9 @@ class Evil:
 @pytest.mark.parametrize("name", ["m.pkl", "m.pt", "m.npy", "m.json"])
 def test_no_pickle_is_run(name: str, tmp_path: Path, differences: Callable[..., list[str]]) -> None:
     evil = tmp_path / "was-run"
-    found = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
+    shown = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
     by_value = f"`{name}`, `type(0)`, 'pathlib.Path.mkdir', expected 'pathlib.PosixPath'"
-    assert by_value in found or (name == "m.json" and "bytes differ" in found[0])
+    assert by_value in shown or (name == "m.json" and "bytes differ" in shown[0])
     objects = (np.array([Evil(evil), size], dtype=object) for size in (1, 2))
     (found,) = differences(name, as_pickled_array, *objects)
     assert "bytes differ" in found

@@ -22,7 +22,7 @@ _CELLS = 24
 _LEGEND = {
     "●": "[green]●[/] committed",
     "✗": "[bold red]✗[/] SIGKILL",
-    "↻": "[bold yellow]↻[/] resumed from the commit of this step",
+    "↻": "[bold yellow]↻[/] resumed after this step",
 }
 
 
