@@ -23,7 +23,7 @@ import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills.evidence import read_records
-from prefect_tune.drills.picture import cells_of, drill_in_terminal
+from prefect_tune.drills.picture import cells_of, drill_in_terminal, legend_of
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
 from prefect_tune.drills.run_drill import Drill, Track, run_drill
@@ -224,8 +224,16 @@ def test_what_has_no_digest_is_shown_by_its_type() -> None:
         (Track("begun", 12, step=5, committed={3}), "━━●━━·······"),
         (Track("scaled", 24, step=24, committed={6, 12, 18, 24}), "━━●━━●━━●━━●"),
         (Track("killed", 12, step=9, committed={3, 6}, kills=[8], resumes=[6]), "━━●━━↻━✗━···"),
+        (Track("killed after a commit", 6, step=4, committed={2, 4}, kills=[2, 3], resumes=[2]), "━━━↻✗━✗●····"),
         (Track("one step per many cells", 4, step=2, committed={1}), "━━●━━━······"),
     ],
 )
 def test_a_track_shows_each_step_in_its_place(track: Track, picture: str) -> None:
     assert cells_of(track, 12).plain == picture
+
+
+def test_the_legend_explains_the_marks_that_the_picture_has() -> None:
+    track = Track("begun", 12, step=5, committed={3}, kills=[4])
+    assert legend_of([track]) == "[green]●[/] committed   [bold red]✗[/] SIGKILL"
+    resumed = Track("resumed", 12, resumes=[3])
+    assert legend_of([track, resumed]).endswith("   [bold yellow]↻[/] resumed after this step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import zipfile
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import joblib  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -112,8 +114,9 @@ class Evil:
 @pytest.mark.parametrize("name", ["m.pkl", "m.pt", "m.npy", "m.json"])
 def test_no_pickle_is_run(name: str, tmp_path: Path, differences: Callable[..., list[str]]) -> None:
     evil = tmp_path / "was-run"
-    (found,) = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
-    assert "bytes differ" in found
+    shown = differences(name, Path.write_bytes, pickle.dumps(Evil(evil)), pickle.dumps([Evil(evil)]))
+    by_value = f"`{name}`, `type(0)`, 'pathlib.Path.mkdir', expected 'pathlib.PosixPath'"
+    assert by_value in shown or (name == "m.json" and "bytes differ" in shown[0])
     objects = (np.array([Evil(evil), size], dtype=object) for size in (1, 2))
     (found,) = differences(name, as_pickled_array, *objects)
     assert "bytes differ" in found
@@ -123,3 +126,63 @@ def test_no_pickle_is_run(name: str, tmp_path: Path, differences: Callable[..., 
 def as_pickled_array(path: Path, array: Any) -> None:
     with path.open("wb") as file:
         np.save(file, array, allow_pickle=True)
+
+
+class Model:
+    def __init__(self, rate: float, *shared: object) -> None:
+        self.rate, self.shared, self.weights = rate, shared, near(rate)
+        self.itself, self.names = self, {"b", "a", ("c", rate)}
+
+
+def as_pickle(path: Path, value: object) -> None:
+    path.write_bytes(pickle.dumps(value))
+
+
+def as_two_pickles(path: Path, value: object) -> None:
+    path.write_bytes(pickle.dumps(1) + pickle.dumps(value, protocol=2))
+
+
+def as_joblib(path: Path, value: object) -> None:
+    joblib.dump(value, path)
+
+
+def as_compressed_joblib(path: Path, value: object) -> None:
+    joblib.dump(value, path, compress=3)
+
+
+@pytest.mark.parametrize("write", [as_pickle, as_two_pickles, as_joblib, as_compressed_joblib])
+def test_pickles_of_equal_values_are_equal_whatever_objects_are_shared(
+    write: Write, differences: Callable[..., list[str]]
+) -> None:
+    one = [0.5, "text", np.arange(6.0).reshape(2, 3), np.array([None, "x"], dtype=object)]
+    once, twice = (Model(0.1, one, other, np.float64) for other in (one, copy.deepcopy(one)))
+    assert pickle.dumps(once) != pickle.dumps(twice)
+    assert differences("m.pkl", write, once, twice) == []
+    found = differences("m.pkl", write, once, Model(0.2, one, one, np.float64))
+    assert any("rate`, 0.2, expected 0.1" in each for each in found)
+    assert any("names.2" in each for each in found)
+
+
+def test_an_array_of_joblib_is_compared_by_its_values(differences: Callable[..., list[str]]) -> None:
+    (found,) = differences("m.joblib", as_joblib, {"w": near(0)}, {"w": near(2e-9)})
+    assert found == "`m.joblib`, `w.values`, 1 of 32 values, max |Δ| 2e-09"
+
+
+def nested(depth: int) -> object:
+    value: object = depth
+    for _ in range(40):  # 2**40 paths
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [(nested(1), nested(2)), ({1: 2, (1,): 3}, {1: 3, (1,): 3, "1": 3})],
+    ids=["too many values", "two values with one name"],
+)
+def test_a_pickle_whose_values_cannot_be_named_is_compared_by_byte(
+    expected: object, found: object, differences: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_tune.drills.file_contents._MOST_VALUES", 1000)
+    (shown,) = differences("m.pkl", as_pickle, expected, found)
+    assert "bytes differ from byte" in shown

@@ -147,9 +147,40 @@ def test_what_is_too_much_to_list_is_counted() -> None:
     assert "  … and 11 more" in lines
 
 
+def test_the_values_of_one_list_are_one_line() -> None:
+    values = [at(3 + row, "s.json", f"weights.{row}.{column}") for row in range(2) for column in range(9)]
+    first, _, second, third, *_ = reported([*values, at(4, "s.json", "state.0.mean"), at(4, "l.json", "1.2")]).lines()
+    assert first == (
+        "not exact: first difference at step 3: `s.json`, `weights.0.0`, 2, expected 1; the first of 18 values of "
+        "`weights`"
+    )
+    assert (second, third) == (
+        "  step 4: `s.json`, `state.0.mean`, 2, expected 1", "  step 4: `l.json`, `1.2`, 2, expected 1"
+    )  # fmt: skip
+
+
+def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
+    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
+            for step in range(1, 5)]  # fmt: skip
+    resumed = Record(3, 2, False, 3.5, 0.5, 0.0, {"state w": "9" * 16, "state v": "8" * 16})
+    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:2], resumed])
+    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(3, "s.json", "w.1.0")], (), ()))
+    assert [each.name for each in found.forgotten] == ["v"]
+
+
+def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_are_equal() -> None:
+    unread = Difference(3, FileDifference("m.bin", "", "bytes differ from byte 9 on (12 bytes)", is_of_bytes=True))
+    lines = list(reported([unread]).lines())
+    assert lines[0] == f"not exact: first difference at {unread}"
+    assert any("the values in them may be equal: to compare them, save arrays, JSON or skops" in each for each in lines)
+    assert not any("look for an iterator" in each for each in lines)
+    assert any("look for an iterator" in each for each in reported([unread, at(4, METRICS, "loss")]).lines())
+
+
 def test_the_report_is_json() -> None:
     found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
-    assert found["differences"] == [{"step": 3, "what": {"file": "m.pt", "key": "w", "what": "2, expected 1"}}]
+    what = {"file": "m.pt", "key": "w", "what": "2, expected 1", "is_of_bytes": False}
+    assert found["differences"] == [{"step": 3, "what": what}]
     assert (found["verdict"], found["is_exact"]) == ("not exact", False)
 
 

@@ -122,3 +122,16 @@ def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:
 def test_what_has_no_digest_is_no_evidence() -> None:
     like = run(*(record(step, {"state batches": "<generator>"}) for step in range(1, 6)))
     assert forgotten_in(like, resumed_at(3, like, **{"state batches": "<list>"})) == []
+
+
+def test_a_local_variable_that_is_in_the_checkpoint_is_named_only_if_nothing_else_differs() -> None:
+    differs = {"state weights": DIGESTS[97], "state velocity": DIGESTS[98]}
+    like = run(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = run(*like.records[:3], record(4, differs, attempt=2))
+    assert [each.name for each in forgotten_in(like, killed)] == ["weights", "velocity"]
+    (found,) = forgotten_in(like, killed, saved=["weights"])
+    assert str(found) == "a local variable, `velocity`, after step 3: save and load it"
+    assert len(forgotten_in(like, killed, saved=["weights", "velocity"])) == 2
+    restored = run(*like.records[:3], record(4, differs, attempt=2, is_restored=True))
+    assert [each.name for each in forgotten_in(like, restored, saved=["weights"])] == ["weights", "velocity"]
+    assert str(forgotten_in(like, restored)[0]) == "an attribute, `weights`, after step 4: save and load it"

@@ -129,7 +129,7 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPUs and 3 GPUs, but this process may use 8 CPUs and 2 GPUs"),
+        ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPU and 3 GPUs, but this process may use 8 CPUs and 2 GPUs"),
         ({"resources_per_trial": {"cpu": 9}}, "needs 9 CPUs and 0 GPUs, but this process may use 8 CPUs"),
         ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs; if that is wrong"),
         ({"resources_per_trial": {"gpus": 1}}, "expected 'cpu' or 'gpu', found 'gpus'; did you mean 'gpu'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -253,6 +253,27 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
         ("kept", "2", "pruned"),
         ("left", "1", "pruned"),
     ]
+
+
+def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -> None:
+    search = JournalBuilder()
+    search.adds("0", {})
+    search.starts("0")
+    pause, again = Paused(trial="0", reason="its turn is over"), Resumed(trial="0")
+    for step, events in ((1, [again]), (2, [pause, again])):  # after step 1 it is resumed before it has paused
+        search.trains("0", step, {"loss": 1.0})
+        search.saves("0")
+        search.decides("0", Pause(reason="its turn is over"))
+        search.record(*events)
+    until, sequence = search.now, search.state.trial("0").checkpoints[-1].sequence
+    for number, begins in ((2, 2.0), (3, -60.0)):  # the clock of the last machine is a minute behind
+        at = (search.now + timedelta(seconds=begins)).isoformat()
+        search.record(Started(trial="0", attempt=number, from_step=2, from_sequence=sequence, at=at), after=3.0)
+        search.record(pause, again, after=1.0)
+    first, second, third = search.report_input().history.attempts
+    assert first.ended == until
+    assert second.began == until + timedelta(seconds=2)
+    assert third.began == second.ended
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:

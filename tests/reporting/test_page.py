@@ -6,10 +6,12 @@ import base64
 import json
 import re
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 
 import pytest
 from markdown_it import MarkdownIt
 
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.journal_events import (
     Cause,
@@ -25,7 +27,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import ReportInput, facts_of
 from prefect_tune.reporting.number_format import format_cell
-from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.page import _cost, page_of
 from prefect_tune.reporting.render import as_html, as_markdown
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
@@ -161,6 +163,37 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
     assert (cost.committed_bytes, cost.sent_bytes) == (60_000_000, 10_500_000)
     assert cost.saved_bytes == 49_500_000
     assert cost.upload_seconds == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "at_least", "said"),
+    [
+        (0.0, 0, False, "no training was lost"),
+        (0.0, 0, True, "no training is known to have been lost"),
+        (0.0, 3, False, "3 steps trained again so far"),
+        (1.2, 0, False, "1.2 s after the last checkpoints; no step was trained again so far"),
+        (1.2, 0, True, "1.2 s after the last checkpoints; no step is known to have been trained again so far"),
+        (1.2, 3, True, "1.2 s after the last checkpoints; at least 3 steps trained again so far"),
+    ],
+)
+def test_what_was_lost_and_what_was_trained_again_are_one_statement(
+    seconds: float, steps: int, at_least: bool, said: str
+) -> None:
+    facts = facts_of(single(60, kills=(23, 41)).report_input(), linked)
+    changed = {"lost_seconds": seconds, "wasted_steps": steps, "wasted_at_least": at_least}
+    rows = dict(_cost(replace(facts, cost=replace(facts.cost, **changed))))
+    assert rows["lost"] == said
+
+
+def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
+    report_input = single(60, kills=(23, 41)).report_input()
+    began = datetime(2026, 11, 26, tzinfo=UTC)
+    seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 7.5, Category.LOST: 2.5}
+    held = ExperimentCost([RunCost(began, 10.0, 1)], [AttemptCost("0", 1, began, seconds, None)], seconds)
+    report_input.__dict__["cost"] = held
+    rows = dict(_cost(facts_of(report_input, linked)))
+    assert rows["training"] == "7.5 s in 3 attempts, 2 killed or lost"
+    assert rows["lost"] == "2.5 s after the last checkpoints; 4 steps trained again so far"
 
 
 def test_the_same_facts_are_json() -> None:

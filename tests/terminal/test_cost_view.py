@@ -43,7 +43,7 @@ def text_of(table: object) -> str:
 
 
 def test_the_sentence_says_the_share_of_training_and_the_largest_losses() -> None:
-    usual = cost(training=24300, start=2700, idle=1500, saving=1200, trained_again=300)
+    usual = cost(training=24300, start=2700, idle=1500, saving=1200, lost=300)
     assert cost_sentence(usual) == (
         "81 % of 4 h 10 min of 2 slots was training; the largest losses: start and import 9 %, idle 5 %, saving 4 %"
     )
@@ -71,6 +71,17 @@ def test_the_tables_have_what_took_time_and_what_was_used() -> None:
     assert text_of(attempts_table([attempt(1, training=2.5)])).split() == (
         ["attempt", "in", "all", "training", "largest", "losses", "1", "2.5", "s", "2.5", "s"]
     )
+
+
+def test_one_sample_says_nothing_of_the_processors() -> None:
+    once = USE.model_copy(update={"cpu_seconds": None})
+    (_, row) = text_of(attempts_table([attempt(2, once, training=0.6)])).splitlines()
+    assert row.split()[:6] == ["2", "0.6", "s", "0.6", "s", "-"]
+
+
+def test_short_times_are_shown_to_the_hundredth_of_a_second() -> None:
+    table = text_of(cost_table(cost(training=9.87, start=0.006, saving=0.0049, lost=0.25)))
+    assert [row.split()[-4] for row in table.splitlines()[1:]] == ["9.9", "0.25", "0.01"]
 
 
 def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not_measured() -> None:

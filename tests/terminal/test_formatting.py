@@ -106,3 +106,11 @@ def test_an_error_in_one_line(reason: str, line: str) -> None:
 )
 def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
     assert format_duration(timedelta(seconds=seconds)) == said
+
+
+def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    table = borderless_table("trial", "reason")
+    for row in (("1", "a long reason"), ("2", "")):
+        table.add_row(*row)
+    print_parts("head", "", table)
+    assert capsys.readouterr().out.split("\n") == ["head", "", "trial  reason", "1      a long reason", "2", ""]

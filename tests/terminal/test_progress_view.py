@@ -121,6 +121,8 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
 def test_with_paused_trials_of_which_unknown_many_resume_the_time_left_is_a_least() -> None:
     assert "; at least 2 h 5 min left; " in line(state(may_take_longer=True))
     assert drawn(state(may_take_longer=True))[0].startswith("first  3 min 20 s, at least 2 h 5 min left")
+    assert "left" not in drawn(state(may_take_longer=True, left=timedelta(seconds=0.4)))[0]
+    assert "about 0 s left" in drawn(state(left=timedelta(seconds=0.4)))[0]
 
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:

@@ -27,7 +27,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
+from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.tracked_progress import TrackedProgress
 
@@ -235,11 +235,14 @@ def test_many_waiting_trials_are_spread_over_the_slots() -> None:
     assert search.left() == timedelta(seconds=999_999 // 2 * 10 + 5)
 
 
-@pytest.mark.parametrize(("first_pause", "step", "seconds"), [(4, 2, 2 + 4), (4, 6, 4), (None, 2, 8 + 10)])
-def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
-    first_pause: int | None, step: int, seconds: float
+@pytest.mark.parametrize(
+    ("pauses", "step", "seconds"),
+    [([4, 7], 2, 2 + 4), ([4, 7], 4, 4), ([4, 7], 6, 1 + 4), ([4, 7], 8, 2 + 4), ([], 2, 8 + 10)],
+)
+def test_where_trials_are_promoted_the_least_time_is_until_their_next_pause(
+    pauses: list[int], step: int, seconds: float
 ) -> None:
-    outlook = SearchEstimate("e", trial_count=3, step_count=10, first_pause=first_pause)
+    outlook = SearchEstimate("e", trial_count=3, step_count=10, pauses=pauses)
     search = SimulatedSearch(slots=1, trials=2, steps=10, step_seconds=1)
     search.tracker = TrackedProgress(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
     search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
@@ -257,20 +260,29 @@ def test_where_trials_are_promoted_the_least_time_is_until_their_first_pause(
 
 
 def test_before_the_first_pause_of_a_promotion_search_its_time_left_is_a_least_already() -> None:
-    for pauses in (first_pause(ASHA(9, grace_period=3, variant="promotion")), None):
+    for pauses in (pauses_of(ASHA(9, grace_period=3, variant="promotion")), ()):
         search = SimulatedSearch(slots=1, trials=1, steps=10, step_seconds=1)
-        outlook = SearchEstimate("e", trial_count=1, step_count=10, first_pause=pauses)
+        outlook = SearchEstimate("e", trial_count=1, step_count=10, pauses=pauses)
         search.tracker = TrackedProgress(nothing_yet(first_generation("e")), outlook, 0.0, NOON)
         search.experiment, search.next_at = nothing_yet(first_generation("e")), {}
         search._fill()
         search.run(until=2)
         shown = search.tracker.state(2.0)
-        assert (shown.left, shown.may_take_longer) == (timedelta(seconds=(pauses or 10) - 2), pauses is not None)
+        assert (shown.left, shown.may_take_longer) == (timedelta(seconds=(*pauses, 10)[0] - 2), bool(pauses))
 
 
 def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:
     promotion, others = ASHA(max_t=27, grace_period=3, variant="promotion"), (Hyperband(max_t=27), FIFO(), None)
     assert resumes_paused(PBT(4, {"lr": [0.1, 0.2]}))
     assert not any(map(resumes_paused, (promotion, *others)))
-    assert first_pause(promotion) == 3
-    assert [first_pause(each) for each in (ASHA(max_t=27), *others)] == [None] * 4
+    assert pauses_of(promotion) == [3, 9, 27]
+    assert [pauses_of(each) for each in (ASHA(max_t=27), *others)] == [()] * 4
+
+
+def test_a_promoted_trial_that_was_killed_has_the_steps_to_its_next_pause_left() -> None:
+    search = SimulatedSearch(slots=1, trials=1, steps=10, step_seconds=1, saves_every=3)
+    outlook = SearchEstimate("e", trial_count=1, step_count=10, pauses=[3, 9])
+    search.tracker = TrackedProgress(search.experiment, outlook, 0.0, NOON)
+    search.run(until=5)
+    search.happens(AttemptEnded(trial="00000", cause=Cause.MACHINE, message="killed"))
+    assert search.left() == timedelta(seconds=6)

@@ -17,7 +17,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
 from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal_events import Cause, Decided, Entry, Opened, TrialAdded
+from prefect_tune.core.journal_events import Absorbed, Cause, Decided, Entry, Opened, Owner, TrialAdded
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
@@ -88,10 +88,13 @@ def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived
     events = [event for entry in entries_of(Path(targets(name).path), KEY) for event in _flat(entry)]
     assert sum(report.derived.values()) + sum(report.observed.values()) == len(events)
 
+    assert "trial-added" not in report.observed, "each trial is counted once, as a proposal"
+
 
 def _flat(entry: Entry) -> Iterator[object]:
     for event in entry.events:
-        yield from getattr(event, "events", (event,))
+        absorbed = getattr(event, "events", None)
+        yield from [event] if absorbed is None else (each for each in absorbed if each.type != "trial-added")
 
 
 def test_results_that_arrived_in_another_order_decide_otherwise_and_audit_clean(tmp_path: Path) -> None:
@@ -138,6 +141,19 @@ def propose(untrusted: Untrusted) -> None:
         state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, own_journal=True)], next(stamps))
         decided = Decided(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
         append(store, state, [decided], next(stamps))
+
+
+def test_a_trial_is_counted_once_though_its_own_journal_begins_with_it_too(tmp_path: Path) -> None:
+    write_experiment(tmp_path, "e", [])
+    stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
+    with LocalTarget(path=str(tmp_path)).open(timeout=timedelta(seconds=9)) as store:
+        state = load(store, KEY, side_by_side=map)
+        added = TrialAdded(trial="00000", config={"x": 1.0}, own_journal=True)
+        state = append(store, state, [added], next(stamps))
+        opened = Opened(experiment="e", generation=1, trial="00000", term=1, owner=Owner(name="n", host="h", pid=1))
+        append(store, state, [Absorbed(trial="00000", number=1, events=(opened, added), at="now")], next(stamps))
+    report = pt.audit("e", target=LocalTarget(path=str(tmp_path)))
+    assert report.derived.get("trial-added", 0) + report.observed.get("trial-added", 0) == 2, "`trial` and `00000`"
 
 
 class _Counting(pt.Search):

@@ -152,7 +152,7 @@ class _ProcessSamples:
         self._gpu_names = environment.get("CUDA_VISIBLE_DEVICES")
         self._guard = threading.Lock()
         self._cpu_begin: float | None = None
-        self._cpu_seconds = 0.0
+        self._cpu_seconds: float | None = None  # the first sample is of the time before
         self.memory = _Samples()
         self._gpu_memory = _Samples()
         self._gpu_utilization = _Samples()
@@ -180,7 +180,8 @@ class _ProcessSamples:
         cpu_seconds = sum(seconds for seconds, _ in found.values())
         if self._cpu_begin is None:
             self._cpu_begin = cpu_seconds
-        self._cpu_seconds = max(self._cpu_seconds, cpu_seconds - self._cpu_begin)
+        else:
+            self._cpu_seconds = max(self._cpu_seconds or 0.0, cpu_seconds - self._cpu_begin)
         self.memory.add(sum(size_bytes for _, size_bytes in found.values()))
         self.largest = max(((pid, size_bytes) for pid, (_, size_bytes) in found.items()), key=lambda each: each[1])
 
@@ -189,7 +190,7 @@ class _ProcessSamples:
         with self._guard:
             utilization = self._gpu_utilization.mean
             return {
-                "cpu_seconds": round(self._cpu_seconds, 2),
+                "cpu_seconds": None if self._cpu_seconds is None else round(self._cpu_seconds, 2),
                 "peak_memory_bytes": _whole(self.memory.peak),
                 "mean_memory_bytes": _whole(self.memory.mean),
                 "peak_gpu_memory_bytes": _whole(self._gpu_memory.peak),

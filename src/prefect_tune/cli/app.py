@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, TuneError
+from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, JournalCorrupt, TuneError
 from prefect_tune.core.texts import visible
 
 # Errors of a flow that a command runs in this process, each printed as one line.
@@ -154,6 +154,12 @@ def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) 
     return found
 
 
+OF_A_DAMAGED_JOURNAL = (
+    "restore this object from a backup, or an older version of it from the bucket; resume, show, checkpoints and "
+    "export work as long as they need only newer entries: see 'A damaged journal' in docs/maintain.md"
+)
+
+
 def run_app() -> None:
     """Run the application; print a `TuneError`, or one of the operating system, as one message without a traceback.
 
@@ -164,6 +170,7 @@ def run_app() -> None:
     try:
         app()
     except (TuneError, OSError) as error:
-        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+        advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
+        print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
         sys.exit(_WRONG_USAGE if is_wrong_usage else 1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, asks, command
+from prefect_tune.cli.app import OF_A_DAMAGED_JOURNAL, AsJson, ExperimentName, Target, TrialName, asks, command
 from prefect_tune.cli.open_target import (
     caught_up,
     chosen_trials,
@@ -163,6 +163,7 @@ def _experiments_table(rows: Sequence[tuple[_Listed, Freshness]]) -> Table:
 
 _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
+_MOST_VERIFIED = 200  # entries; each is a request
 _TIMES = ("attempt_began_at", "reported_at")
 
 
@@ -170,6 +171,7 @@ _TIMES = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (store, state):
+        _warn_of_damage(store, state)
         view = viewed(store, state)
         known = chosen_trials(state, trial) if trial else []
         today = trials_today(store, state, known)
@@ -197,6 +199,17 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             print_parts("", attempts_table(attempts))
         if chosen is not None and _has_traceback(chosen):
             print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
+
+
+def _warn_of_damage(store: ObjectStore, state: Experiment) -> None:
+    """Warn of a damaged entry of a short journal: its state may come from a later segment, which does not tell."""
+    if state.number > _MOST_VERIFIED:
+        return
+    try:
+        with transfer_pool() as transfers:
+            history(store, state.key, side_by_side=transfers)
+    except JournalCorrupt as error:
+        print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
 
 
 def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None:
@@ -383,7 +396,7 @@ def report(
         output.write_text(written, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
-    print(f"{form} of {experiment}: in {output}", file=sys.stderr)
+    print(f"the report of {experiment} is in {output}, as {form}", file=sys.stderr)
 
 
 def _form_of(output: Path | None, *, as_json: bool) -> str:

@@ -274,7 +274,7 @@ def export(
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
     named = f"{chosen.trial}{' (errored)' * (chosen.status is Status.ERRORED)} " if is_search(state) else ""
-    print(f"{named}step {key.step}: in {directory}")
+    print(f"{named}step {key.step} is in {directory}")
 
 
 def _trial(state: Experiment, trial: str | None) -> Trial:

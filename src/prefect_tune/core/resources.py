@@ -80,9 +80,12 @@ def _dealt(gpus: Sequence[str], each: float) -> Sequence[tuple[str, ...]]:
 
 
 def _impossible(machine: Machine, needed: Resources) -> str:
-    there_are = f"{machine.cpu_count} CPUs and {len(machine.gpus)} GPUs"
     return (
-        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, but this process may use "
-        f"{there_are}; if that is wrong, set "
+        f"resources_per_trial: a trial needs {_counted(needed.cpu, needed.gpu)}, but this process may use "
+        f"{_counted(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
         "resources_total={'cpu': ..., 'gpu': ...}"
     )
+
+
+def _counted(cpus: float, gpus: float) -> str:
+    return f"{cpus:g} {'CPU' if cpus == 1 else 'CPUs'} and {gpus:g} {'GPU' if gpus == 1 else 'GPUs'}"

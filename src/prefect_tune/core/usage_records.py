@@ -51,7 +51,7 @@ class AttemptUse(Value):
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
-    """Processor time of its processes since the trainable was loaded."""
+    """Processor time of its processes since the trainable was loaded; None if it ended before a second sample."""
     peak_memory_bytes: int | None = None
     """The highest sample of the resident memory of its processes together."""
     mean_memory_bytes: int | None = None

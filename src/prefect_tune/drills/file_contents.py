@@ -1,24 +1,34 @@
 """What differs between two files of a checkpoint: by tensor or key where the format is known, else by byte.
 
-No pickle is run: `torch.load` reads with `weights_only=True`, NumPy without pickles, and any other pickle is bytes.
+No pickle is run: `torch.load` reads with `weights_only=True`, NumPy without pickles, and any other pickle is read with
+stand-ins for its classes and functions. So equal values are equal though their bytes differ: the bytes of a pickle
+depend on which of its objects are one object, and that changes when it is loaded.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import pickle
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _ZIP, _NPY, _PARQUET = b"PK\x03\x04", b"\x93NUMPY", b"PAR1"
 _TORCH_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
+_PICKLE, _ZLIB = b"\x80", b"\x78"
+_JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _CHUNK = 1 << 20
+_SETS: Mapping[str, type[object]] = {"set": set, "frozenset": frozenset}
+_MOST_PICKLED_BYTES, _MOST_VALUES = 1 << 28, 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,8 @@ class FileDifference:
     """The tensor, array, column, or path in JSON; empty if the file is compared as a whole."""
     what: str
     """For example `1 of 4,096 values, max |Δ| 2e-09`, or `5, expected 7`."""
+    is_of_bytes: bool = False
+    """Whether the bytes of the whole file were compared, since its values cannot be read."""
 
     def __str__(self) -> str:
         """Name the file, the key and the difference."""
@@ -53,7 +65,7 @@ def compare_files(expected: Path, found: Path, name: str) -> Sequence[FileDiffer
             return [FileDifference(name, "", what)]
         sizes = f"{expected.stat().st_size:,} bytes", f"{found.stat().st_size:,}"
         size = sizes[0] if expected.stat().st_size == found.stat().st_size else f"{sizes[1]}, expected {sizes[0]}"
-        return [FileDifference(name, "", f"bytes differ from byte {at:,} on ({size})")]
+        return [FileDifference(name, "", f"bytes differ from byte {at:,} on ({size})", is_of_bytes=True)]
     return list(_compared(left, right, name))
 
 
@@ -160,7 +172,10 @@ def _read(path: Path, suffix: str, head: bytes) -> Mapping[str, Any] | None:
         with import_module("safetensors").safe_open(path, framework=framework) as tensors:
             return dict(flat_values({key: tensors.get_tensor(key) for key in tensors.keys()}))  # noqa: SIM118 - it is no dictionary
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
-        return _read_torch(path)
+        with suppress(Exception):  # it needs a pickle
+            return _read_torch(path)
+    if head.startswith((_PICKLE, _ZLIB)) and path.stat().st_size <= _MOST_PICKLED_BYTES:
+        return _pickled_values(path.read_bytes())
     return None
 
 
@@ -178,7 +193,11 @@ def _read_zip(path: Path) -> Mapping[str, Any]:
         if names and all(name.endswith(".npy") for name in names):
             with import_module("numpy").load(path, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
-        return {name: archive.read(name) for name in names}
+        members = {name: archive.read(name) for name in names}
+        for name in [each for each in names if each.endswith("/data.pkl")]:
+            with suppress(Exception):  # it stays bytes
+                members |= {f"{name}.{key}": each for key, each in _pickled_values(members[name]).items()} | {name: b""}
+        return members
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
@@ -207,3 +226,112 @@ def as_array(value: Any) -> Any:
         return plain.numpy()
     except TypeError:
         return plain.float().numpy()
+
+
+# ------------------------------------------------------------------------------------------- pickles, without a run
+
+
+class _StandIn:
+    """A class or function that a pickle names, without its code: what the pickle passes to it is kept."""
+
+    path: str
+    file: io.BytesIO
+    """Of the pickle, from which it is read."""
+
+    def __new__(cls, *given: object, **options: object) -> Self:
+        made = super().__new__(cls)
+        made.parts = [*given, *([options] if options else [])]
+        made.attributes, made.items = {}, []
+        return made
+
+    parts: list[object]
+    attributes: dict[Any, object]
+    items: list[object]
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.attributes |= state
+        else:
+            self.parts.append(state)
+        if self.path == _JOBLIB_ARRAY:
+            self.attributes["values"] = _after_its_header(self.file, state)
+
+    def append(self, item: object) -> None:
+        self.items.append(item)
+
+    def extend(self, items: Sequence[object]) -> None:
+        self.items.extend(items)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.items.append((key, value))
+
+    add = append
+
+
+class _StandIns(pickle.Unpickler):
+    """Reads a pickle, and imports nothing."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._file = file
+
+    def find_class(self, module: str, name: str) -> type[object]:
+        if module in {"builtins", "__builtin__"} and name in _SETS:
+            return _SETS[name]  # in old protocols a call; they have no order
+        return type("_Named", (_StandIn,), {"path": f"{module}.{name}", "file": self._file})
+
+    def persistent_load(self, reference: object) -> object:
+        return "persistent", reference
+
+
+def _after_its_header(file: io.BytesIO, header: Mapping[str, Any]) -> object:
+    """Return the values of an array of joblib, which are in the file after the object that describes them."""
+    numpy = import_module("numpy")
+    dtype = numpy.dtype(header["dtype"].parts[0])
+    if dtype.hasobject:
+        return _StandIns(file).load()
+    if header.get("numpy_array_alignment_bytes") is not None:
+        file.read(file.read(1)[0])
+    return numpy.frombuffer(file.read(math.prod(header["shape"]) * dtype.itemsize), dtype)
+
+
+def _pickled_values(data: bytes) -> Mapping[str, Any]:
+    """Return the values of the pickles in `data`, one after another, by their paths.
+
+    Raises:
+        Exception: they cannot be read, or are too many.
+    """
+    if data.startswith(_ZLIB):
+        unpacking = zlib.decompressobj()
+        data = unpacking.decompress(data, _MOST_PICKLED_BYTES)
+        if not unpacking.eof:
+            raise OverflowError
+    file, found = io.BytesIO(data), list[object]()
+    while file.tell() < len(data):
+        found.append(_StandIns(file).load())
+    leaves = list(islice(_pickled_leaves(found[0] if len(found) == 1 else found, "", ()), _MOST_VALUES + 1))
+    if len(leaves) > _MOST_VALUES or len(named := dict(leaves)) < len(leaves):
+        raise OverflowError  # shared objects may be many paths; two values with one name would hide each other
+    return named
+
+
+def _pickled_leaves(value: Any, name: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    children: Sequence[tuple[object, object]] = ()
+    if id(value) in around:
+        value = f"<the object {len(around) - around.index(id(value))} levels up>"
+    elif isinstance(value, _StandIn):
+        yield f"type({name})", value.path
+        children = [*value.attributes.items(), *enumerate([*value.parts, *([value.items] if value.items else [])])]
+    elif isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    elif isinstance(value, set | frozenset):
+        children = list(enumerate(sorted(value, key=lambda each: repr(list(_pickled_leaves(each, "", ()))))))
+    elif isinstance(value, type):
+        value = f"<{getattr(value, 'path', value.__name__)}>"
+    if not children and not isinstance(value, _StandIn):
+        yield name, value
+    for key, each in children:
+        shown = str(key) if isinstance(key, str | int) else repr(list(_pickled_leaves(key, "", ())))
+        yield from _pickled_leaves(each, f"{name}.{shown}" if name else shown, (*around, id(value)))

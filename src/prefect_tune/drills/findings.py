@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
@@ -105,10 +106,10 @@ class DrillReport:
         if self.verdict == "not exact":
             first = self.differences[0]
             yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._compared()}"
-            yield from _listed("", self.differences[1:], _SHOWN)
+            yield from _listed("", _summed(self.differences)[1:], _SHOWN)
         if self.verdict != "not deterministic" and self.unstable:
             yield from _listed(
-                "differs in a second undisturbed run too, and is left out: ", self.unstable, _SHOWN_LEFT_OUT
+                "differs in a second undisturbed run too, and is left out: ", _summed(self.unstable), _SHOWN_LEFT_OUT
             )
         found = (
             "probably not restored"
@@ -118,11 +119,19 @@ class DrillReport:
         for each in self.forgotten:
             yield f"  {found}: {each}"
         if self.verdict == "not exact" and not self.forgotten:
-            yield (
-                "  nothing that the drill can see was left out: look for an iterator over the data, a generator of a "
-                "library of its own, or files that the training reads"
-            )
+            yield self._hint()
         yield from self._costs()
+
+    def _hint(self) -> str:
+        if all(each.what.is_of_bytes for each in self.differences):
+            return (
+                "  all metrics are equal, and only bytes of files that the drill cannot read differ; the values in "
+                "them may be equal: to compare them, save arrays, JSON or skops, or use PartialFitTrainable"
+            )
+        return (
+            "  nothing that the drill can see was left out: look for an iterator over the data, a generator of a "
+            "library of its own, or files that the training reads"
+        )
 
     def _headline(self) -> str:
         if self.verdict == "exact":
@@ -134,7 +143,7 @@ class DrillReport:
                 f"not deterministic: two undisturbed runs differ, from step {first.step} on; first {first}. A resume "
                 "cannot be shown to be exact before they are the same: set seeds, and the library's deterministic mode"
             )
-        return f"not exact: first difference at {self.differences[0]}"
+        return f"not exact: first difference at {_summed(self.differences)[0]}"
 
     def _compared(self) -> str:
         metrics = plural(self.compared_metrics, "metric value", "metric values")
@@ -165,11 +174,22 @@ class DrillReport:
             )
 
 
-def _listed(before: str, differences: Sequence[Difference], shown: int) -> Iterator[str]:
+def _listed(before: str, differences: Sequence[str], shown: int) -> Iterator[str]:
     for each in differences[:shown]:
         yield f"  {before}{each}"
     if len(differences) > shown:
         yield f"  … and {len(differences) - shown} more"
+
+
+def _summed(differences: Sequence[Difference]) -> Sequence[str]:
+    """Return the differences as text, those within one list as one."""
+    lists: dict[tuple[str, str], list[Difference]] = {}
+    for each in differences:
+        lists.setdefault((each.what.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", each.what.key)), []).append(each)
+    return [
+        f"{found[0]}" if len(found) == 1 else f"{found[0]}; the first of {len(found):,} values of `{name or file}`"
+        for (file, name), found in lists.items()
+    ]
 
 
 def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
@@ -177,7 +197,8 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     undisturbed, killed, again, differences, unstable, changing = runs
     places = {each.place for each in unstable}
     left = [each for each in differences if each.place not in places]
-    forgotten = [each for each in forgotten_in(undisturbed, killed, again) if left or each.kind in LASTING]
+    saved = {name for each in differences for name in re.split(r"[./]", f"{each.what.file}.{each.what.key}")}
+    forgotten = [each for each in forgotten_in(undisturbed, killed, again, saved) if left or each.kind in LASTING]
     save = _save_costs(undisturbed)
     return DrillReport(
         name=name,

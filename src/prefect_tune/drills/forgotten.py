@@ -42,6 +42,8 @@ class Forgotten:
     """After which step the run resumed."""
     found: str
     expected: str
+    is_local: bool = False
+    """Whether it is of a function: then both values are of the next step."""
 
     def __str__(self) -> str:
         """Say what was not restored, and what to save."""
@@ -49,21 +51,25 @@ class Forgotten:
             of_gpu = f"torch's generator of {self.name.removeprefix('torch.')}", "torch.cuda.get_rng_state_all()"
             generator, call = _GLOBAL.get(self.name, of_gpu)
             return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
-        values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected})"
-        return f"{_NOUNS[self.kind]}, `{self.name}`{values}, after step {self.step}: save and load it"
+        later = " one step later" if self.is_local else ""
+        values = "" if _is_digest(self.found) else f" ({self.found}, expected {self.expected}{later})"
+        noun = "a local variable" if self.is_local and self.kind == "state" else _NOUNS[self.kind]
+        return f"{noun}, `{self.name}`{values}, after step {self.step}: save and load it"
 
 
 def _is_digest(text: str) -> bool:
     return len(text.strip("'")) == 16 and set(text) <= set("'0123456789abcdef")  # a generator's is a text
 
 
-def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None) -> Sequence[Forgotten]:
+def forgotten_in(
+    undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None = None, saved: Collection[str] = ()
+) -> Sequence[Forgotten]:
     """Return what was not restored at the first resume that shows it, the likeliest first.
 
     Compared are the states after the checkpoint was loaded (of a function, after the next step) with those of the
     undisturbed run. A state that training does not change, or that differs between two undisturbed runs, is no
     evidence. Of a function all that follows from a sum differs after that step, whatever the cause: it is named only
-    if no generator, count or rate differs.
+    if no generator, count or rate differs, and what is `saved` in the checkpoints only if nothing else differs.
     """
     known = {each.step: each for each in undisturbed.records}
     others = {each.step: each for each in again.records} if again is not None else known
@@ -76,9 +82,9 @@ def forgotten_in(undisturbed: DrillRun, killed: DrillRun, again: DrillRun | None
             continue
         if found := list(_unlike(record, reference, other, changing)):
             causes = [] if record.is_restored else [each for each in found if _is_cause(each)]
-            return sorted(_roots(causes or found), key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[
-                :_MOST
-            ]
+            unsaved = [] if record.is_restored else [each for each in found if each.name.partition(".")[0] not in saved]
+            likely = _roots(causes or unsaved or found)
+            return sorted(likely, key=lambda each: (not _is_cause(each), _ORDER.index(each.kind)))[:_MOST]
     return []
 
 
@@ -102,7 +108,8 @@ def _unlike(record: Record, reference: Record, other: Record, changing: Collecti
         says_something = name in changing and other.states.get(name) == expected
         if found is not None and found != expected and says_something and "<" not in {found[:1], expected[:1]}:
             kind, _, path = name.partition(" ")
-            yield Forgotten(kind, path, record.step, found, expected)
+            step = record.step if record.is_restored else record.step - 1
+            yield Forgotten(kind, path, step, found, expected, is_local=not record.is_restored)
 
 
 def _roots(found: Sequence[Forgotten]) -> Sequence[Forgotten]:

@@ -19,7 +19,11 @@ from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import Track, api_of_drill, run_drill, temporary_folder
 
 _CELLS = 24
-_LEGEND = "[green]●[/] committed   [bold red]✗[/] SIGKILL   [bold yellow]↻[/] resumed after this step"
+_LEGEND = {
+    "●": "[green]●[/] committed",
+    "✗": "[bold red]✗[/] SIGKILL",
+    "↻": "[bold yellow]↻[/] resumed after this step",
+}
 
 
 def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, keep: bool) -> DrillReport:
@@ -43,12 +47,12 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
         console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n")
         with Live(get_renderable=lambda: picture_of(tracks), console=console):
             report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
-    console.print("" if console.is_terminal else "\n", f"  {_LEGEND}\n", sep="\n")
+    console.print("" if console.is_terminal else "\n", f"  {legend_of(tracks)}\n", sep="\n")
     first, *others = map(visible, report.lines())
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
     console.print(Text.assemble(mark, first))
     for line in others:
-        console.print(Padding(Text(line.strip()), (0, 0, 0, 4)))
+        console.print(Padding(Text(line.strip()), (0, 0, 0, 4), expand=False))
     if keep:
         console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
     return report
@@ -63,15 +67,22 @@ def picture_of(tracks: Sequence[Track]) -> Table:
     return table
 
 
+def legend_of(tracks: Sequence[Track]) -> str:
+    """Return what the marks in the picture mean; of a mark that it does not have, nothing."""
+    drawn = "".join(cells_of(each, _CELLS).plain for each in tracks)
+    return "   ".join(words for mark, words in _LEGEND.items() if mark in drawn)
+
+
 def cells_of(track: Track, width: int) -> Text:
     """Return the run as `width` cells: steps trained, checkpoints committed, kills, resumes."""
     last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
     marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]
-    for steps, mark in (
-        (track.committed, ("●", "green")),
-        (track.resumes, ("↻", "bold yellow")),
-        (track.kills, ("✗", "bold red")),
+    after = 1 if width >= 2 * track.steps else 0  # a kill is after its step, and hides no commit where there is room
+    for steps, mark, offset in (
+        (track.committed, ("●", "green"), 0),
+        (track.resumes, ("↻", "bold yellow"), 0),
+        (track.kills, ("✗", "bold red"), after),
     ):
         for step in steps:
-            marks[last[min(step, track.steps)]] = mark
+            marks[min(last[min(step, track.steps)] + offset, width - 1)] = mark
     return Text.assemble(*marks)

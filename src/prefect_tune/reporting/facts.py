@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
+from prefect_tune.core.experiment.cost import Category, ExperimentCost, cost_of
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
@@ -231,6 +231,10 @@ class Cost:
 
     trained_seconds: float | None
     """None if that of a trial was not measured."""
+    useful_seconds: float | None
+    """Of training that counts, as in `slots`; `trained_seconds` if no slot was held."""
+    lost_seconds: float
+    """Of training after the last commits of attempts that were lost, as in `slots`."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
@@ -386,9 +390,11 @@ def _cost(report_input: ReportInput) -> Cost:
     trials, costs, attempts = report_input.trials, report_input.history.costs, report_input.history.attempts
     measured = [each.measured_seconds for each in trials]
     trained, steps = None if None in measured else sum(filter(None, measured)), sum(each.step for each in trials)
-    wasted = sum(each.wasted_steps for each in trials)
+    wasted, seconds = sum(each.wasted_steps for each in trials), report_input.cost.seconds
     return Cost(
         trained_seconds=trained,
+        useful_seconds=seconds[Category.TRAINING] if trained and report_input.cost.attempts else trained,
+        lost_seconds=seconds[Category.LOST],
         attempts=sum(each.attempt for each in trials),
         attempts_lost=sum(each.end is AttemptEnd.LOST for each in attempts),
         attempts_failed=sum(each.end is AttemptEnd.FAILED for each in attempts),

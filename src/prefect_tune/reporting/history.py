@@ -25,8 +25,6 @@ from prefect_tune.core.journal_events import (
     Owner,
     Paused,
     Reported,
-    Requeued,
-    Resumed,
     Started,
     TrialAdded,
 )
@@ -194,7 +192,7 @@ class ExperimentHistory:
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
         self._open: dict[str, int] = {}  # the index of each trial's open attempt in the list
-        self._slot_since: dict[str, datetime] = {}  # when the trial got a slot
+        self._free_at: dict[str, datetime] = {}  # when the last attempt of the trial ended
         self._owners: dict[str, Owner] = {}
         self._last_entry_at: dict[str, datetime] = {}  # when
         self._ended_at: dict[str, datetime] = {}  # attempts that ended without an entry of their own
@@ -281,8 +279,6 @@ class ExperimentHistory:
                 self._owners[trial] = owner
                 self._cut_short([trial])
                 return
-            case TrialAdded() | Resumed() | Requeued():
-                self._slot_since.setdefault(event.trial, at)
             case Started():
                 self._started(event, at)
             case Reported():
@@ -301,13 +297,11 @@ class ExperimentHistory:
             self._last_entry_at[trial] = at
 
     def _started(self, event: Started, at: datetime) -> None:
-        """Begin an attempt when its trial got the slot, which is earlier than its entry."""
+        """Begin an attempt, at the earliest when the one before of its trial has ended: their clocks may differ."""
         trial = event.trial
         self._ended(trial, AttemptEnd.LOST, at)
+        began = max(parse_time(event.at or "") or at, self._free_at.get(trial, moment("")))
         owner = self._owners.get(trial) or (self._ownerships[-1].owner if self._ownerships else None)
-        began = self._slot_since.pop(trial, at)
-        if self._ownerships and began < self._ownerships[-1].began:
-            began = at  # the slot belonged to an attempt of an earlier owner
         self._open[trial] = len(self._attempts)
         self._attempts.append(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner))
         for series in self._curves.get(trial, {}).values():
@@ -361,6 +355,7 @@ class ExperimentHistory:
         attempt = self._attempts[place]
         ended = max(attempt.began, self._ended_at.pop(trial, at))
         self._attempts[place] = replace(attempt, step=self._steps.get(trial, attempt.step), ended=ended, end=end)
+        self._free_at[trial] = ended
 
 
 def moment(at: str) -> datetime:

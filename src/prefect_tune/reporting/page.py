@@ -10,7 +10,7 @@ from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.experiment.trial import Status, status_label, wasted_words
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
-from prefect_tune.reporting.facts import Facts, Links, ReportInput, TrialFacts, facts_of
+from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
 from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.timeline_charts import cost_bar, timeline
@@ -20,6 +20,7 @@ from prefect_tune.reporting.trial_charts import (
     parallel_coordinates,
     rung_chart,
 )
+from prefect_tune.terminal.cost_view import LEAST_SECONDS
 from prefect_tune.terminal.formatting import error_of, format_counts
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
@@ -339,14 +340,10 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {format_count(count)} {how}" for how, count in ends.items() if count)
-    known = "is known to have been" if cost.wasted_at_least else "was"
-    repeated = wasted_words(cost.wasted_steps, at_least=cost.wasted_at_least)
-    steps = f"{repeated} trained again"
-    steps += "" if cost.wasted_seconds is None else f", about {_span(cost.wasted_seconds)}"
-    attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.trained_seconds
+    attempts, trained = f"{plural(cost.attempts, 'attempt', 'attempts')}{bad}", cost.useful_seconds
     rows: list[tuple[str, Cell]] = [
         ("training", f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"),
-        ("wasted", steps if cost.wasted_steps else f"no step {known} trained again"),
+        ("lost", _lost(cost)),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:
@@ -356,6 +353,16 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
         rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows
+
+
+def _lost(cost: Cost) -> str:
+    """Return the training that was lost, and the steps of it that were trained again so far."""
+    again = wasted_words(cost.wasted_steps, at_least=cost.wasted_at_least)
+    if not again and cost.lost_seconds < LEAST_SECONDS:
+        return f"no training {'is known to have been' if cost.wasted_at_least else 'was'} lost"
+    none = "no step is known to have been" if cost.wasted_at_least else "no step was"
+    seconds = f"{format_span(cost.lost_seconds)} after the last checkpoints; " if cost.lost_seconds else ""
+    return f"{seconds}{again or none} trained again so far"
 
 
 def _span(seconds: float | None) -> str:

@@ -259,7 +259,7 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
 
 _COSTS: Mapping[Category, Fill] = {
     Category.TRAINING: Fill(GREEN),
-    Category.TRAINED_AGAIN: Fill(RED),
+    Category.LOST: Fill(RED),
     Category.START: Fill(ORANGE),
     Category.RESTORING: Fill(VIOLET),
     Category.SAVING: Fill(BLUE),

@@ -13,8 +13,8 @@ from prefect_tune.terminal.formatting import borderless_table, format_seconds, p
 _LOSSES = 3
 _LEAST_SHARE = 0.005
 """Smaller shares are 0 % in words, and are not named."""
-_LEAST = 0.001
-"""A shorter time, in seconds, is in no table."""
+LEAST_SECONDS = 0.005
+"""A shorter time is in no table."""
 
 
 def cost_sentence(cost: ExperimentCost) -> str:
@@ -52,13 +52,13 @@ def _percent(share: float) -> str:
 def cost_rows(cost: ExperimentCost) -> Sequence[tuple[str, str, str]]:
     """Return each category that took time, its time and its share."""
     total = cost.slot_seconds or 1.0
-    return [
-        (str(each), _time(found), _percent(found / total)) for each, found in cost.seconds.items() if found >= _LEAST
-    ]
+    shown = {each: found for each, found in cost.seconds.items() if found >= LEAST_SECONDS}
+    return [(str(each), _time(found), _percent(found / total)) for each, found in shown.items()]
 
 
 def _time(seconds: float) -> str:
-    return format_seconds(seconds) if seconds >= 10 else f"{seconds:.2g} s"
+    """Return a time that can be read beside others: to the hundredth of a second at most."""
+    return format_seconds(seconds) if seconds >= 10 else f"{round(seconds, 2 if seconds < 1 else 1):g} s"
 
 
 def cost_table(cost: ExperimentCost) -> Table:
@@ -81,15 +81,17 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
 
 
 def _losses(cost: AttemptCost) -> str:
-    lost = {each: found for each, found in cost.seconds.items() if each is not Category.TRAINING and found >= _LEAST}
-    largest = sorted(lost.items(), key=lambda each: -each[1])[:_LOSSES]
+    lost = [each for each in cost.seconds.items() if each[0] is not Category.TRAINING and each[1] >= LEAST_SECONDS]
+    largest = sorted(lost, key=lambda each: -each[1])[:_LOSSES]
     return ", ".join(f"{category} {_time(found)}" for category, found in largest)
 
 
 def _processors(cost: AttemptCost) -> str:
-    """Return how many processors were busy at a time, on average, since the trainable was loaded."""
-    if cost.use is None or cost.use.cpu_seconds is None:
+    """Return how many processors were busy at a time, since the trainable was loaded; `-` after a single sample."""
+    if cost.use is None or cost.use.peak_memory_bytes is None:
         return ""
+    if cost.use.cpu_seconds is None:
+        return "-"
     seconds = cost.use.seconds
     return f"{cost.use.cpu_seconds / max(0.01, seconds.total - seconds.start):.2g}"
 

@@ -30,8 +30,12 @@ _PACKAGE = "prefect_tune"
 def print_parts(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are not parsed as markup, nor wrapped."""
     console = Console(highlight=False)
-    for part in parts:
-        console.print(visible(part) if isinstance(part, str) else part, markup=False, soft_wrap=isinstance(part, str))
+    with console.capture() as printed:
+        for part in parts:
+            shown = visible(part) if isinstance(part, str) else part
+            console.print(shown, markup=False, soft_wrap=isinstance(part, str))
+    lines = (line.rstrip(" ") for line in printed.get().split("\n"))  # a table fills its rows with blanks
+    console.file.write("\n".join(lines))
 
 
 def borderless_table(*names: str) -> Table:

@@ -121,7 +121,7 @@ class ProgressTracker:
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         left = None if experiment.ends else self._left(now, trials, attempts.times)
-        may_resume = outlook.first_pause is not None or any(each.phase is Phase.PAUSED for each in trials)
+        may_resume = bool(outlook.pauses) or any(each.phase is Phase.PAUSED for each in trials)
         newest = [
             with_report(each, attempts.newest(each.trial)) if each.phase is Phase.RUNNING else each for each in trials
         ]
@@ -195,7 +195,7 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     """Return the share of the trial's training that is done; a paused one counts as done unless all are resumed."""
     if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), outlook.first_pause or outlook.step_count
+    step, steps = max(trial.step, report.step if report else 0), next(iter(outlook.pauses), None) or outlook.step_count
     return min(1.0, step / steps) if steps else 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
 
 from rich.console import Console, Group, RenderableType
@@ -21,6 +22,7 @@ from prefect_tune.terminal.progress_state import Note, ProgressState
 
 _GAP = 2
 _WIDEST_CELL = 24
+_NO_TIME = format_duration(timedelta(0))
 
 
 def trials_table(
@@ -199,9 +201,10 @@ def time_left(state: ProgressState) -> str:
     """Return the estimate of the time left in words, or why the search ends early; empty if there is neither."""
     if state.ended_because:
         return f"ending: {first_line(state.ended_because)}"
-    if state.left is None:
+    left = "" if state.left is None else format_duration(state.left)
+    if not left or (state.may_take_longer and left == _NO_TIME):
         return ""
-    return f"{'at least' if state.may_take_longer else 'about'} {format_duration(state.left)} left"
+    return f"{'at least' if state.may_take_longer else 'about'} {left} left"
 
 
 def _title(state: ProgressState) -> Text:

@@ -14,6 +14,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.schedulers.rungs import ladder
 from prefect_tune.core.search.objective import Objective
 
 _MANY = 50
@@ -34,8 +35,8 @@ class SearchEstimate:
     """The time budget of this run."""
     slot_count: int = 1
     """The number of trials that train at a time."""
-    first_pause: int | None = None
-    """The step at which the scheduler first pauses every trial, to promote some; None for other schedulers."""
+    pauses: Sequence[int] = ()
+    """The steps at which the scheduler pauses trials to promote some, and the last one; empty for other schedulers."""
     is_training: bool = False
     """Whether it is a single training, not a search."""
     resumes_paused: bool = False
@@ -52,9 +53,14 @@ class _Costs:
     """The number of steps of a new trial."""
     most: float
     """The number of steps after which a running trial ends."""
+    pauses: Sequence[int] = ()
 
     def of_attempt(self, from_step: int, until: float) -> float:
         return self.start_seconds + max(0.0, until - from_step) * self.step_seconds
+
+    def until(self, from_step: int, step: int = 0) -> float:
+        """Return the step after which an attempt from `from_step`, now at `step`, pauses or ends."""
+        return next((each for each in self.pauses if each > from_step and each >= step), self.most)
 
 
 def seconds_left(
@@ -64,7 +70,7 @@ def seconds_left(
 
     A step takes as long as the steps of this run, and before its first one as long as those of earlier runs. Steps
     after a waiting trial's newest checkpoint are trained again. Running trials train `step_count` steps, and new ones
-    as many as the finished ones on average; where trials are promoted, both train until their first pause. A paused
+    as many as the finished ones on average; where trials are promoted, both train until their next pause. A paused
     trial trains no more, unless all are resumed: where some are, this is the least time.
 
     Args:
@@ -84,13 +90,13 @@ def seconds_left(
 def _costs(outlook: SearchEstimate, trials: Sequence[Trial], attempts: Sequence[AttemptTimes]) -> _Costs | None:
     finished = [each for each in trials if each.phase in ENDED and each.status is not Status.ERRORED]
     steps = [each.step for each in finished if each.step]
-    length = outlook.first_pause or (fmean(steps) if steps else outlook.step_count)
+    length = next(iter(outlook.pauses), None) or (fmean(steps) if steps else outlook.step_count)
     step_seconds = _step_seconds(trials, attempts)
     if length is None or step_seconds is None:
         return _costs_without_steps(attempts)
     starts = [each.until_first_report() for each in attempts if each.first]
     start_seconds = fmean(max(0.0, seconds - count * step_seconds) for seconds, count in starts) if starts else 0.0
-    return _Costs(step_seconds, start_seconds, length, outlook.first_pause or outlook.step_count or length)
+    return _Costs(step_seconds, start_seconds, length, outlook.step_count or length, outlook.pauses)
 
 
 def _costs_without_steps(attempts: Sequence[AttemptTimes]) -> _Costs | None:
@@ -114,16 +120,18 @@ def _left_of(attempt: AttemptTimes, costs: _Costs, now: float) -> float:
     """Return the seconds that a running attempt has left, at its own pace if that is known."""
     seconds, steps = attempt.between_reports()
     pace = seconds / steps if steps else costs.step_seconds
+    until = costs.until(attempt.from_step, attempt.step)
     if attempt.last is None:
-        return max(0.0, costs.of_attempt(attempt.from_step, costs.most) - (now - attempt.began))
-    return max(0.0, (costs.most - attempt.step) * pace - min(pace, now - attempt.last[0]))
+        return max(0.0, costs.of_attempt(attempt.from_step, until) - (now - attempt.began))
+    return max(0.0, (until - attempt.step) * pace - min(pace, now - attempt.last[0]))
 
 
 def _waiting(outlook: SearchEstimate, trials: Sequence[Trial], costs: _Costs) -> Iterator[float]:
     for each in trials:
         if each.phase is Phase.PENDING or (each.phase is Phase.PAUSED and outlook.resumes_paused):
             newest = newest_checkpoint(each)
-            yield costs.of_attempt(newest.step if newest else 0, costs.most if each.attempt else costs.length)
+            step = newest.step if newest else 0
+            yield costs.of_attempt(step, costs.until(step) if each.attempt else costs.length)
 
 
 def _end_of_last(running: Sequence[float], waiting: Sequence[float], new: tuple[int, float], slot_count: int) -> float:
@@ -143,6 +151,8 @@ def resumes_paused(scheduler: Scheduler | None) -> bool:
     return isinstance(scheduler, PBT | MedianStopping)
 
 
-def first_pause(scheduler: Scheduler | None) -> int | None:
-    """Return the step at which a scheduler may pause every trial for the first time; None if it promotes none."""
-    return scheduler.grace_period if isinstance(scheduler, ASHA) and scheduler.variant == "promotion" else None
+def pauses_of(scheduler: Scheduler | None) -> Sequence[int]:
+    """Return the steps at which a scheduler pauses trials to promote some, and its last step; empty for others."""
+    if not isinstance(scheduler, ASHA) or scheduler.variant != "promotion":
+        return ()
+    return [*ladder(scheduler.grace_period, scheduler.max_t, scheduler.reduction_factor), scheduler.max_t]

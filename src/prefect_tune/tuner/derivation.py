@@ -398,7 +398,8 @@ class Derivation:
                     yield each, self._retried(trial, each)
                 case TrialAdded():
                     proposed = each.model_copy(update={"config": trial.config})
-                    yield each, Observed() if is_same(each, proposed) else Expected([proposed])
+                    if not is_same(each, proposed):  # a copy of the proposal, which was counted
+                        yield each, Expected([proposed])
                 case Adopted():
                     yield each, Observed()
                     trial = with_adopted(trial, each)

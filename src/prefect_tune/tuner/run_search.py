@@ -74,7 +74,7 @@ from prefect_tune.suspension.resume_forms import unjournaled
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
 from prefect_tune.tasks.experiment_state import check_target
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
-from prefect_tune.terminal.time_left import SearchEstimate, first_pause, resumes_paused
+from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
@@ -397,7 +397,7 @@ def _subscribers(plan: SearchPlan, slots: Slots) -> Subscribers:
         step_count=of_trials(stopper).step_count,
         time=plan.time_budget,
         slot_count=slots.count,
-        first_pause=first_pause(plan.scheduler),
+        pauses=pauses_of(plan.scheduler),
         resumes_paused=resumes_paused(plan.scheduler),
     )
     budgets = budgets_of(stopper, time=plan.time_budget, trial_count=plan.trial_count)

@@ -76,6 +76,7 @@ def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_chil
     try:
         meter = UsageMeter()
         meter.loaded(child.pid)
+        assert meter.use().cpu_seconds is None, "one sample is no time"
         time.sleep(1.0)
         meter.ended()
         use = meter.use()

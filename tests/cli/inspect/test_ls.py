@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.journal.journal import as_of
+from prefect_tune.core.journal.segments import write_due_segment
+from prefect_tune.stores.posix_store import PosixStore
+from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment, write_search
 
@@ -112,6 +116,26 @@ def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Ru
     assert [(each["experiment"], each["damage"] is None) for each in listed] == [("torn", False), ("whole", True)]
 
 
+def test_an_altered_entry_before_a_segment_is_a_warning_of_show_and_an_error_of_audit_with_what_to_do(
+    run: Run, tmp_path: Path
+) -> None:
+    for name in ("whole", "torn"):
+        write_experiment(tmp_path, name, list(range(1, 10)))
+        state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10, side_by_side=map)
+        write_due_segment(PosixStore(tmp_path), state)
+    entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes().replace(b'"trial"', b'"Trial"'))
+    assert run("show", tmp_path, "whole").err == ""
+    shown, audited = run("show", tmp_path, "torn"), run("audit", tmp_path, "torn")
+    assert (shown.code, audited.code) == (0, 1)
+    for err in (shown.err, audited.err):
+        assert "torn or altered since it was written" in err
+        assert "; restore this object from a backup" in err
+        assert "'A damaged journal' in docs/maintain.md" in err
+    assert shown.err.startswith("warning: ")
+
+
 def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
     assert run("ls", tmp_path).out == f"{tmp_path}: no experiments\n"
     assert json.loads(run("ls", tmp_path, "--json").out) == []
@@ -172,7 +196,7 @@ def test_a_report_of_another_kind_is_refused_and_nothing_is_written(
 
 def test_a_report_in_a_file_says_what_it_has_written(run: Run, moods: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.HTML"
-    assert run("report", moods, "moods", "--output", page).err == f"HTML of moods: in {page}\n"
+    assert run("report", moods, "moods", "--output", page).err == f"the report of moods is in {page}, as HTML\n"
 
 
 def test_what_a_user_named_is_text_in_a_report_and_no_markup(run: Run, moods: Path) -> None:

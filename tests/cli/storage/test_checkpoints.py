@@ -85,7 +85,7 @@ def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: 
 
 def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
     done = run("export", moods, "moods", tmp_path / "other", "--trial", "00001", "--step", 2)
-    assert done.out == f"00001 step 2: in {tmp_path / 'other'}\n"
+    assert done.out == f"00001 step 2 is in {tmp_path / 'other'}\n"
     assert files_in(tmp_path / "other") == {"count": b"2"}
 
 

@@ -116,7 +116,7 @@ def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_th
     )
 
     # 12 s of the first run, of which 1 s precedes the attempt; 3 s of the second one.
-    assert seconds(found) == {"start": 2, "training": 4 + 2, "trained_again": 5, "idle": 1 + 1}
+    assert seconds(found) == {"start": 2, "training": 4 + 2, "lost": 5, "idle": 1 + 1}
     assert [each.seconds for each in found.runs] == [12, 3]
 
 
@@ -125,10 +125,10 @@ def test_a_killed_attempt_without_a_commit_trains_its_reported_time_again_and_th
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 5)),
         *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(8)), lost()),
     )
-    assert seconds(found) == {"start": 3, "trained_again": 5}
+    assert seconds(found) == {"start": 3, "lost": 5}
     published = Adopted(reached={"t": 3}, trained_seconds={"t": 6.0}, seen_at=at(8))
     known = cost(*(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 100, slots=1), published, lost()))
-    assert seconds(known) == {"start": 2, "trained_again": 6}
+    assert seconds(known) == {"start": 2, "lost": 6}
 
 
 def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
@@ -137,7 +137,7 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
         *(opened(1, 0, slots=1), added(), started(1, 0), committed(2, 4, 3.0, PhaseSeconds(start=1, training=3))),
         *(opened(2, 100, slots=1), Adopted(checkpoints={"t": (adopted,)}, seen_at=at(9)), lost()),
     )
-    assert seconds(found) == {"start": 1, "training": 7, "trained_again": 1}
+    assert seconds(found) == {"start": 1, "training": 7, "lost": 1}
 
 
 def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_saved_in_order_loses_nothing() -> None:
@@ -146,9 +146,9 @@ def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_s
     failed = AttemptEnded(trial="t", cause=Cause.USER, message="", use=used(training=6))
     stopped = failed.model_copy(update={"cause": Cause.PREEMPTED})
 
-    assert seconds(cost(*begun, saved, failed, freed(1, 0, 6))) == {"training": 4, "trained_again": 2}
+    assert seconds(cost(*begun, saved, failed, freed(1, 0, 6))) == {"training": 4, "lost": 2}
     assert seconds(cost(*begun, saved, stopped, freed(1, 0, 6))) == {"training": 6}
-    assert seconds(cost(*begun, stopped, freed(1, 0, 6))) == {"trained_again": 6}
+    assert seconds(cost(*begun, stopped, freed(1, 0, 6))) == {"lost": 6}
     assert seconds(cost(*begun, saved, GaveUp(trial="t", cause=Cause.USER, message=""))) == {"training": 4}
 
 
@@ -160,7 +160,7 @@ def test_a_pause_without_a_checkpoint_is_lost_once_the_trial_starts_again_from_n
     again = (Resumed(trial="t"), started(2, 5), freed(2, 5, 1))
 
     assert seconds(cost(*paused)) == {"training": 4}
-    assert seconds(cost(*paused, *again, until=6.0)) == {"trained_again": 4, "start": 1, "idle": 1}
+    assert seconds(cost(*paused, *again, until=6.0)) == {"lost": 4, "start": 1, "idle": 1}
 
 
 def test_an_attempt_that_runs_has_lasted_until_now() -> None:
@@ -179,7 +179,7 @@ def test_attempts_of_one_slot_follow_one_another() -> None:
         *(started(2, 4), Finished(trial="t", reason="", use=used(training=3)), freed(2, 0, 8)),
     )
     assert [each.total_seconds for each in found.attempts] == [3, 4]
-    assert seconds(found) == {"start": 2, "trained_again": 1, "training": 3, "ending": 1, "idle": 1}
+    assert seconds(found) == {"start": 2, "lost": 1, "training": 3, "ending": 1, "idle": 1}
 
 
 def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() -> None:
@@ -215,7 +215,7 @@ def test_steps_of_a_finished_trial_that_are_trained_again_are_lost_and_an_end_is
         *(Requeued(trial="t", reason=""), started(2, 4), AttemptEnded(trial="t", cause=Cause.USER, message="")),
         *(freed(2, 4, 1), finished),
     )
-    assert seconds(found) == {"trained_again": 4, "start": 1}
+    assert seconds(found) == {"lost": 4, "start": 1}
 
 
 def test_a_flow_of_ones_own_has_no_slots_and_counts_what_its_saves_say() -> None:
@@ -256,6 +256,6 @@ def test_the_end_of_a_run_is_its_last_sign_of_life() -> None:
 
 
 def test_each_category_has_a_key_and_says_what_it_means() -> None:
-    assert [each.key for each in Category][:3] == ["training", "trained_again", "start"]
+    assert [each.key for each in Category][:3] == ["training", "lost", "start"]
     assert str(Category.START) == "start and import"
     assert all(each.meaning.endswith(".") for each in Category)

@@ -1,11 +1,11 @@
 """The cost of an experiment: where each second of its slots went, from the fold of its journal.
 
-    slots * time of the runs  =  useful training + trained again + start + restoring + saving + waiting + ending + idle
+    slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
 A run's time is from its takeover to the last sign of life of it: a freed slot, or its live status if it was killed.
 An attempt is in its slot from the start that the search requested until the search has freed the slot; before it
 begins it starts, and after its last entry it ends. An attempt without an end of its own lasts until its run's last
-sign of life, or until the trial's next attempt: what it did after its last commit is trained again. Idle is what is
+sign of life, or until the trial's next attempt: what it did after its last commit is lost. Idle is what is
 left of the slots. An attempt that outlives its search adds the time between the runs.
 """
 
@@ -38,7 +38,7 @@ class Category(StrEnum):
         return member
 
     TRAINING = "training", "Steps that count: their reports, or a checkpoint after them, were used."
-    TRAINED_AGAIN = "trained again", "After the last commit of an attempt that was lost: these steps are trained again."
+    LOST = "lost", "Training after the last commit of an attempt that was lost: trained again if the trial trains on."
     START = "start and import", "The launch, a queue, the journal, the process, the import and `setup`."
     RESTORING = "restoring", "The download of the checkpoint, and `load_checkpoint`."
     SAVING = "saving", "Training stood still for `save_checkpoint`, its copy, or an upload."
@@ -221,10 +221,10 @@ def _shared_out(
     elif not has_trained:
         of_rest = Category.START
     else:
-        of_rest = Category.TRAINING if is_running else Category.TRAINED_AGAIN
+        of_rest = Category.TRAINING if is_running else Category.LOST
     if record.is_lost:
-        seconds[Category.TRAINED_AGAIN] = max(0.0, record.seconds.training - record.saved_seconds)
-        seconds[Category.TRAINING] -= seconds[Category.TRAINED_AGAIN]
+        seconds[Category.LOST] = max(0.0, record.seconds.training - record.saved_seconds)
+        seconds[Category.TRAINING] -= seconds[Category.LOST]
     if rest >= 0:
         return seconds | {of_rest: seconds[of_rest] + rest}
     measured_seconds = sum(seconds.values())  # more than a slot had: two clocks, or a slot that was freed meanwhile
