@@ -36,6 +36,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial,
 from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
 from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.models import StepReport, first_line, flat, metric_in, parse_time
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.generations import current_journal, no_experiment
@@ -205,8 +206,11 @@ class Results:
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = _compared_by(self.objective, metric, mode)
         if objective is None:
+            names = sorted({name for each in self.trials.values() for name in flat(each.metrics)})
+            one = names[0] if len(names) == 1 else "NAME"
             raise InvalidInput(
-                f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
+                f"experiment {self.experiment.name!r}: no metric to compare by; its reports have {names}. Name one: "
+                f"results.best_trial({one!r}), or pt.load_results(..., metric={one!r})"
             )
         return objective
 
@@ -365,7 +369,7 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
     """
     errored = [each.trial for each in trials if each.status is Status.ERRORED]
     names = sorted({name for each in trials for name in flat(each.metrics)})
-    if said := _as_text(trials, objective):
+    if said := _no_numbers(trials, objective):
         return said
     if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves().values()):
         return f"the last reports have {names}; scope='all' looks at all reports"
@@ -385,10 +389,9 @@ def _meant(objective: Objective, names: Sequence[str]) -> str:
     return ""
 
 
-def _as_text(trials: Collection[Trial], objective: Objective) -> str:
+def _no_numbers(trials: Collection[Trial], objective: Objective) -> str:
     for each in trials:
-        found = {name: metric_in(each.metrics, name) for name in objective.metrics}
-        texts = {name: value for name, value in found.items() if isinstance(value, str)}
-        if texts:
-            return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
+        for name in objective.metrics:
+            if kind := kind_unless_number(value := metric_in(each.metrics, name)):
+                return f"trial {each.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
     return ""

@@ -13,6 +13,7 @@ from prefect_tune.core.texts import is_unicode
 __all__ = [
     "is_finite",
     "is_number",
+    "kind_unless_number",
     "shown",
     "storable",
 ]
@@ -100,6 +101,12 @@ def is_finite(number: float | Real) -> bool:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is a number that is finite as a float; False for True and False."""
     return not isinstance(value, bool) and isinstance(value, Real) and is_finite(value)
+
+
+def kind_unless_number(value: object) -> str:
+    """Return what was reported in place of a number: `text`, `a list` or `a dict`; empty for a number and None."""
+    kinds = {str: "text", list: "a list", tuple: "a list"}
+    return "a dict" if isinstance(value, Mapping) else kinds.get(type(value), "")
 
 
 def shown(value: object) -> str:
