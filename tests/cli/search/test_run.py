@@ -323,8 +323,22 @@ def test_what_the_journal_does_not_store_is_named_by_its_flag(
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     write_search(tmp_path, "e", {"00000": 0.5})
     done = run("resume", tmp_path, "e")
-    said = "the journal of experiment 'e' does not store 'trainable'; pass --trainable MODULE:NAME"
+    said = (
+        "the journal of experiment 'e' does not store 'trainable' (no process can import it by a name: a script, a "
+        "notebook or a function defined it, or it is a lambda); pass --trainable MODULE:NAME, of a module whose import "
+        "starts no search, or run the script again: it resumes"
+    )
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
+
+
+def test_a_trainable_of_the_journal_that_cannot_be_imported_is_refused_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    write_search(tmp_path, "e", {"00000": 0.5}, settings={"trainable": "no_such_module.train:Net"})
+    done = run("resume", tmp_path, "e")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "No module named 'no_such_module'" in done.err
 
 
 @pytest.mark.timeout(900)
@@ -335,7 +349,7 @@ def test_what_the_journal_does_not_store_and_no_flag_sets_is_passed_in_code(
     settings = {"trainable": TRAIN, "only_in_code": ["sync"]}
     write_search(tmp_path, "e", {"00000": 0.5}, settings=settings)
     done = run("resume", tmp_path, "e")
-    said = "the journal of experiment 'e' does not store 'sync'; call pt.resume(...) in code, and pass it"
+    said = "the journal of experiment 'e' does not store 'sync' (an object without a JSON form); call pt.resume(...) in code, and pass it"
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
 
 
