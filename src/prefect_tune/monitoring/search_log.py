@@ -85,10 +85,8 @@ class SearchLog(SearchObserver):
     ) -> None:
         text, level = "", logging.INFO
         match event:
-            case Started() if is_earlier:
-                text = f"began attempt {event.attempt} in an earlier run: {_config_of(trial)}"
             case Started():
-                text = self._started(event, trial)
+                text = self._started(event, trial, is_earlier=is_earlier)
             case Cloned(source=source):
                 text = f"continues from trial {source.trial.trial}, step {source.step}: {_config_of(trial)}"
             case Finished(reason=reason):
@@ -111,9 +109,11 @@ class SearchLog(SearchObserver):
     def _write(self, trial: Trial, text: str, level: int) -> None:
         self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}"))
 
-    def _started(self, event: Started, trial: Trial) -> str:
+    def _started(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
         self._wasted[trial.trial] = trial.wasted_steps
+        if is_earlier:
+            return f"began attempt {event.attempt} in an earlier run: {_config_of(trial)}"
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
         lost = f"; {wasted_words(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""

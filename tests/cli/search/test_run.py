@@ -349,7 +349,10 @@ def test_what_the_journal_does_not_store_and_no_flag_sets_is_passed_in_code(
     settings = {"trainable": TRAIN, "only_in_code": ["sync"]}
     write_search(tmp_path, "e", {"00000": 0.5}, settings=settings)
     done = run("resume", tmp_path, "e")
-    said = "the journal of experiment 'e' does not store 'sync' (an object without a JSON form); call pt.resume(...) in code, and pass it"
+    said = (
+        "the journal of experiment 'e' does not store 'sync' (an object without a JSON form); call pt.resume(...) in "
+        "code, and pass it"
+    )
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
 
 
