@@ -185,14 +185,8 @@ class SearchPlan(ValidatedParameters):
     num_samples: Annotated[
         int | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1.", at_least=1),
-        Flag(
-            "N",
-            "New --num-samples, not fewer than now: of trials, with a grid per point.",
-            None,
-            at_least=1,
-            resume_place=3,
-        ),
+        Flag("N", "Trials; with a grid, per point; -1: no limit. Default: 10; grid alone: 1."),
+        Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_place=3),
     ] = None
     scheduler: Annotated[
         Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None,

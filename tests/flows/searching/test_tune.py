@@ -145,7 +145,7 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
     [
         ({"num_samples": 0}, "num_samples: expected 1 or more"),
         ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
-        ({"time_budget_seconds": -1}, "time_budget_seconds: Input should be greater than 0, found -1"),
+        ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
         ({"time_budget_seconds": float("nan")}, "time_budget_seconds: Input should be .*, found nan"),
         ({"time_budget_seconds": float("inf")}, "time_budget_seconds: Input should be less than .*, found inf"),
         ({"silence_timeout_seconds": 1e300}, r"silence_timeout_seconds: Input should be less than .*, found 1e\+300"),
