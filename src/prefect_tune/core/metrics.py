@@ -76,7 +76,10 @@ def _element_count(value: object) -> object:
 def _finite(value: float, where: str) -> float:
     if is_finite(value):
         return value
-    raise BadMetric(f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero")
+    raise BadMetric(
+        f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero. "
+        "For a trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+    )
 
 
 def _text(value: str, where: str) -> str:
@@ -105,8 +108,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def kind_unless_number(value: object) -> str:
     """Return what was reported in place of a number: `text`, `a list` or `a dict`; empty for a number and None."""
-    kinds = {str: "text", list: "a list", tuple: "a list"}
-    return "a dict" if isinstance(value, Mapping) else kinds.get(type(value), "")
+    if isinstance(value, Mapping):
+        return "a dict"
+    return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""
 
 
 def shown(value: object) -> str:
