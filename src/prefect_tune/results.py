@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
     Scope,
+    best_label,
     best_saved,
     counted,
     curve,
@@ -29,6 +31,7 @@ from prefect_tune.core.experiment.summary import (
     ranked,
     scored,
     smallest_first,
+    trial_in,
     trial_named,
     valid_scope,
 )
@@ -49,9 +52,12 @@ from prefect_tune.tasks.publish_results import read_reports
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
 if TYPE_CHECKING:
-    import pandas as pd
     import pyarrow as pa
 
+ArrowTable: TypeAlias = Any
+"""A `pyarrow.Table`: pyarrow has no types, and a checker in strict mode would report each use of an unknown one."""
+DataFrame: TypeAlias = Any
+"""A `pandas.DataFrame`: pandas may not be installed."""
 
 _TIMEOUT = timedelta(minutes=10)
 _DISPLAY_TIMEOUT = timedelta(seconds=20)
@@ -114,7 +120,10 @@ class Trials(Mapping[str, Trial]):
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Trial:
-        return self._trials[name]
+        if found := trial_in(self._trials, str(name)):
+            return found
+        there = ", ".join([*islice(self._trials, 3), *["..."] * (len(self) > 3)])
+        raise KeyError(f"there is no trial {name!r}; expected a name, one of: {there or 'none'}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trials)
@@ -301,7 +310,7 @@ class Results:
 
     # --------------------------------------------------------------------------------------------------- tables
 
-    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> pa.Table:
+    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> ArrowTable:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
@@ -321,7 +330,7 @@ class Results:
             case _:
                 raise InvalidInput(f"rows {rows!r}: expected 'trials', 'reports' or 'attempts'")
 
-    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> pd.DataFrame:
+    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> DataFrame:
         """Return the same as a pandas `DataFrame`.
 
         Raises:
@@ -353,7 +362,11 @@ class Results:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
-        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
+        best = ""
+        if self.objective is not None and (found := ranked(self.trials.values(), self.objective)):
+            values = ", ".join(f"{name} {metric_in(found[0][0].metrics, name)}" for name in self.objective.metrics)
+            best = f", {best_label(self.objective)}: {found[0][0].trial} with {values}"
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'}{best})"
 
 
 # ----------------------------------------------------------------------------------- why there is no best one
