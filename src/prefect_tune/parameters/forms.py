@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import Parameter, Signature, getdoc, signature
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import httpx
 from prefect import Flow
@@ -220,8 +220,31 @@ CallbacksField: TypeAlias = Annotated[
     _ValidatedAs(list[Any] | None),
     _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING),
 ]
+ResumeLike: TypeAlias = Literal[
+    "auto",
+    "must",
+    "never",
+    "errored",
+    "errored_only",
+    "auto+errored",
+    "auto+errored_only",
+    "local",
+    "local+errored",
+    "local+errored_only",
+    "remote",
+    "remote+errored",
+    "remote+errored_only",
+    "AUTO",
+    "AUTO+ERRORED",
+    "AUTO+ERRORED_ONLY",
+    "ERRORED_ONLY",
+    "LOCAL",
+    "REMOTE",
+]
+"""The words of `resume`, and Ray Tune's, as checkers know them; other cases and orders of these words work too."""
 ResumeField: TypeAlias = Annotated[
-    bool | str,
+    bool | ResumeLike,
+    _ValidatedAs(bool | str),
     _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
 ]
 RerunField: TypeAlias = Annotated[
