@@ -119,7 +119,7 @@ def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_pat
     assert pt.load_results(target, "e").best.trial == B
     assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
     write_experiment(tmp_path / "target", "of-no-search", [1])
-    with pytest.raises(pt.InvalidInput, match="no metric to compare by; .* Name one: results.best_trial"):
+    with pytest.raises(pt.InvalidInput, match=r"no metric to compare by; .* Name one: results.best_trial"):
         _ = pt.load_results(tmp_path / "target", "of-no-search").best
 
 
