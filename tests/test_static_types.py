@@ -63,6 +63,7 @@ HEREDOC = re.compile(r"^cat > (\S+\.py) <<'END'\n(.*?)^END$", re.MULTILINE | re.
 WRONG = {
     "a misspelt option": 'pt.tune(Walk, target="./runs", experment="e")  # wrong',
     "a wrong word": 'pt.tune(Walk, target="./runs", metric="loss", mode="minimum")  # wrong',
+    "a misspelt scheduler": 'pt.tune(Walk, target="./runs", metric="loss", scheduler="ASAH")  # wrong',
     "a misspelt word of resume": 'pt.tune(Walk, target="./runs", resume="always")  # wrong',
     "a wrong type": 'pt.tune(Walk, target="./runs", num_samples="10")  # wrong',
     "a result without this attribute": 'pt.tune(Walk, target="./runs").best_config  # wrong',

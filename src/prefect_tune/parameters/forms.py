@@ -201,8 +201,11 @@ TargetField: TypeAlias = Annotated[
 ]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
 StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
-SchedulerField: TypeAlias = Annotated[Scheduler | _Json | str | None, _UNCHECKED]
-SearchField: TypeAlias = Annotated[Search | _Json | str | None, _UNCHECKED]
+SchedulerName: TypeAlias = Literal["FIFO", "MedianStopping"]
+"""The schedulers that need no options."""
+SearchName: TypeAlias = Literal["RandomSearch", "OptunaSearch"]
+SchedulerField: TypeAlias = Annotated[Scheduler | _Json | SchedulerName | None, _UNCHECKED]
+SearchField: TypeAlias = Annotated[Search | _Json | SearchName | None, _UNCHECKED]
 ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _ValidatedAs(dict[str, float] | None)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
 TrainableField: TypeAlias = Annotated[TrainableLike, _UNCHECKED, WithJsonSchema({"type": "string"})]

@@ -282,6 +282,7 @@ def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
 def test_a_search_of_constants_says_so_once(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     pt.tune(train, {"x": 1}, target=local_target, experiment="e", num_samples=2, isolation="thread")
     assert caplog.text.count("the space has no distribution, so all 2 trials train the same configuration") == 1
+    assert caplog.text.count("no metric: trials are not compared") == 1
 
 
 # -------------------------------------------------------------------------------------------------- no checkpoint
