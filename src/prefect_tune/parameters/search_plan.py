@@ -185,7 +185,7 @@ class SearchPlan(ValidatedParameters):
     num_samples: Annotated[
         int | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Trials; with a grid, per point; -1: no limit. Default: 10; grid alone: 1."),
+        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1."),
         Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_place=3),
     ] = None
     scheduler: Annotated[
@@ -491,8 +491,9 @@ class NotInJournal(InvalidInput):
     """A resume needs parameters that the experiment's journal does not store, and that were not passed."""
 
     def __init__(self, experiment: str, names: Sequence[str]) -> None:
-        found = [f"{name!r} ({_WHY_NOT_STORED.get(name, 'an object without a JSON form')})" for name in names]
-        self.problem = f"the journal of experiment {experiment!r} does not store {', '.join(found)}"
+        why = dict.fromkeys(_WHY_NOT_STORED.get(name, "an object without a JSON form") for name in names)
+        said = f"{', '.join(map(repr, names))} ({'; '.join(why)})"
+        self.problem = f"the journal of experiment {experiment!r} does not store {said}"
         super().__init__(
             f"{self.problem}; pass it to pt.resume, or call pt.tune(...) as before, with the same experiment name"
         )
