@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from datetime import timedelta
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,7 +79,7 @@ def test_without_a_target_the_runs_are_in_a_temporary_folder(keep: bool, monkeyp
         targets.append(target)
         return SimpleNamespace(is_exact=True, lines=list)
 
-    monkeypatch.setitem(pt.drill.fn.__wrapped__.__globals__, "run_in_processes", run)
+    monkeypatch.setitem(unwrap(pt.drill.fn).__globals__, "run_in_processes", run)
     with disable_run_logger():
         pt.drill.fn(MODEL, keep=keep)
     assert Path(targets[0].path).is_dir() is keep
