@@ -23,14 +23,15 @@ _PROBE = re.compile(r"'?\.check/[0-9a-f]{32}(/\w+)?'?")
 _NOISE = re.compile(
     r"Generic \w+ error: |Error performing list request: |Error performing (?=[A-Z]+ http)|\?list-type=\S+"
     r"|\?restype=\S+| in [\d.]+.?s(?= - )|Server returned non-2xx status code: "
-    r"|: <\?xml [^>]*\?>"
+    r"|: <\?xml [^>]*\?>|no credentials were given[^(]*"
 )
 _REGION = re.compile(r"expecting '([\w-]+)'")
 
 # The order matters: a message that names the region also contains 403, one of a missing bucket also 404.
 _CAUSES: Mapping[str, str] = {
     r"169\.254\.\d+\.\d+|metadata\.google|/latest/api/token|/computeMetadata/|no credentials were given": (
-        "no credentials: none in the block, environment or profile, and this machine has none of its own"
+        "no credentials: none in the block, environment or profile, and this machine has none of its own; give keys, a "
+        "credentials block or a profile"
     ),
     r"another region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint": (
         "wrong region: the bucket is in another one; set region to the bucket's own, and correct the endpoint"

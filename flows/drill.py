@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
+
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
@@ -9,7 +12,7 @@ from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import drill_plan
-from prefect_tune.drills.run_drill import environment_with_api
+from prefect_tune.drills.run_drill import environment_with_api, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, TargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -23,7 +26,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
     trainable: str,
     config: ConfigField = None,
     *,
-    target: TargetField,
+    target: TargetField | None = None,
     steps: int = 12,
     kills: int = 3,
     at: list[int] | None = None,
@@ -43,7 +46,8 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
     Args:
         trainable: the code to train: `package.module:Name`.
         config: its configuration.
-        target: where the runs store checkpoints: a URI, the `type/name` of a saved block, or the block.
+        target: where the runs store checkpoints: a URI, the `type/name` of a saved block, or the block. Default: a
+            temporary folder.
         steps: how many steps each run trains.
         kills: how many times the second run is killed by SIGKILL, after steps that `seed` draws: the trial, the
             process of the search, and that process in the middle of an upload, in turn.
@@ -73,7 +77,12 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         seed=seed,
         hours_between_failures=hours_between_failures,
     )
-    report = run_in_processes(plan, resolve_target(target), environment_with_api(), keep=keep)
+    if target is None and keep:
+        target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
+    with temporary_folder() if target is None else nullcontext(target) as place:
+        report = run_in_processes(plan, resolve_target(place), environment_with_api(), keep=keep)
+    if keep:
+        get_run_logger().info("kept on %s", place)
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:

@@ -63,6 +63,8 @@ HEREDOC = re.compile(r"^cat > (\S+\.py) <<'END'\n(.*?)^END$", re.MULTILINE | re.
 WRONG = {
     "a misspelt option": 'pt.tune(Walk, target="./runs", experment="e")  # wrong',
     "a wrong word": 'pt.tune(Walk, target="./runs", metric="loss", mode="minimum")  # wrong',
+    "a misspelt scheduler": 'pt.tune(Walk, target="./runs", metric="loss", scheduler="ASAH")  # wrong',
+    "a misspelt word of resume": 'pt.tune(Walk, target="./runs", resume="always")  # wrong',
     "a wrong type": 'pt.tune(Walk, target="./runs", num_samples="10")  # wrong',
     "a result without this attribute": 'pt.tune(Walk, target="./runs").best_config  # wrong',
     "a state's method of a result": 'pt.tune(Walk, target="./runs").is_completed()  # wrong',
@@ -176,6 +178,9 @@ pt.tune("my_project.train:Model", {"pace": {"uniform": [0, 1]}}, target="./runs"
 pt.tune.with_options(name="nightly")(OfMapping, {"pace": pt.uniform(0, 1)}, target=pt.S3Target(bucket="runs"))
 result = pt.durable_trainable(OfMapping, Space(0.5), target="./runs", stop=pt.MaxSteps(3))
 assert_type(result.checkpoint, pt.Checkpoint | None)
+rows = results.to_arrow("reports").num_rows
+means = results.to_pandas().groupby("config/pace").mean()
+print(rows, means)
 assert_type(pt.run_trial(OfAny, Space(0.5), target="./runs", experiment="e"), pt.TrialState)
 """
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
     Scope,
+    best_label,
     best_saved,
     counted,
     curve,
@@ -29,6 +31,7 @@ from prefect_tune.core.experiment.summary import (
     ranked,
     scored,
     smallest_first,
+    trial_in,
     trial_named,
     valid_scope,
 )
@@ -36,6 +39,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial,
 from prefect_tune.core.html_tables import cell_html, paragraph, soft
 from prefect_tune.core.journal.journal import history, load, trial_today
 from prefect_tune.core.messages.live_status import live_status_of
+from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.models import StepReport, first_line, flat, metric_in, parse_time
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.generations import current_journal, no_experiment
@@ -48,9 +52,12 @@ from prefect_tune.tasks.publish_results import read_reports
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
 if TYPE_CHECKING:
-    import pandas as pd
     import pyarrow as pa
 
+ArrowTable: TypeAlias = Any
+"""A `pyarrow.Table`: pyarrow has no types, and a checker in strict mode would report each use of an unknown one."""
+DataFrame: TypeAlias = Any
+"""A `pandas.DataFrame`: pandas may not be installed."""
 
 _TIMEOUT = timedelta(minutes=10)
 _DISPLAY_TIMEOUT = timedelta(seconds=20)
@@ -113,7 +120,10 @@ class Trials(Mapping[str, Trial]):
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Trial:
-        return self._trials[name]
+        if found := trial_in(self._trials, str(name)):
+            return found
+        there = ", ".join([*islice(self._trials, 3), *["..."] * (len(self) > 3)])
+        raise KeyError(f"there is no trial {name!r}; expected a name, one of: {there or 'none'}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trials)
@@ -205,8 +215,11 @@ class Results:
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = _compared_by(self.objective, metric, mode)
         if objective is None:
+            names = sorted({name for each in self.trials.values() for name in flat(each.metrics)})
+            one = names[0] if len(names) == 1 else "NAME"
             raise InvalidInput(
-                f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
+                f"experiment {self.experiment.name!r}: no metric to compare by; its reports have {names}. Name one: "
+                f"results.best_trial({one!r}), or pt.load_results(..., metric={one!r})"
             )
         return objective
 
@@ -297,7 +310,7 @@ class Results:
 
     # --------------------------------------------------------------------------------------------------- tables
 
-    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> pa.Table:
+    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> ArrowTable:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
@@ -317,7 +330,7 @@ class Results:
             case _:
                 raise InvalidInput(f"rows {rows!r}: expected 'trials', 'reports' or 'attempts'")
 
-    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> pd.DataFrame:
+    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> DataFrame:
         """Return the same as a pandas `DataFrame`.
 
         Raises:
@@ -349,7 +362,11 @@ class Results:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {status}" for status, count in counted(self.experiment).items())
-        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
+        best = ""
+        if self.objective is not None and (found := ranked(self.trials.values(), self.objective)):
+            values = ", ".join(f"{name} {metric_in(found[0][0].metrics, name)}" for name in self.objective.metrics)
+            best = f", {best_label(self.objective)}: {found[0][0].trial} with {values}"
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'}{best})"
 
 
 # ----------------------------------------------------------------------------------- why there is no best one
@@ -365,7 +382,7 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
     """
     errored = [each.trial for each in trials if each.status is Status.ERRORED]
     names = sorted({name for each in trials for name in flat(each.metrics)})
-    if said := _as_text(trials, objective):
+    if said := _no_numbers(trials, objective):
         return said
     if scope == "last" and names and any(scored(curve, objective, "all") for curve in curves().values()):
         return f"the last reports have {names}; scope='all' looks at all reports"
@@ -385,10 +402,9 @@ def _meant(objective: Objective, names: Sequence[str]) -> str:
     return ""
 
 
-def _as_text(trials: Collection[Trial], objective: Objective) -> str:
+def _no_numbers(trials: Collection[Trial], objective: Objective) -> str:
     for each in trials:
-        found = {name: metric_in(each.metrics, name) for name in objective.metrics}
-        texts = {name: value for name, value in found.items() if isinstance(value, str)}
-        if texts:
-            return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
+        for name in objective.metrics:
+            if kind := kind_unless_number(value := metric_in(each.metrics, name)):
+                return f"trial {each.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
     return ""

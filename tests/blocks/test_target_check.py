@@ -184,3 +184,14 @@ def test_a_bug_is_not_mistaken_for_a_finding() -> None:
 )
 def test_an_error_is_explained_by_what_was_being_done(step: str, error: TuneError, sentence: str) -> None:
     assert diagnosis(step, error, SHORT).startswith(sentence)
+
+
+def test_missing_credentials_are_said_once_with_what_to_give_first() -> None:
+    refused = StoreRefused(
+        "list a probe: no credentials were given and this machine has none of its own: give keys, a credentials block "
+        "or a profile (PUT http://169.254.169.254/latest/api/token 403)"
+    )
+    assert diagnosis("list", refused, SHORT) == (
+        "no credentials: none in the block, environment or profile, and this machine has none of its own; give keys, a "
+        "credentials block or a profile [at: list; list a probe: (PUT http://169.254.169.254/latest/api/token 403)]"
+    )

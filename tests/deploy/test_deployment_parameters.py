@@ -114,7 +114,7 @@ def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
         ({"resources_total": {"gpus": 1}}, r"did you mean 'gpu'\?"),
         ({"trials": "deployment", "resources_per_trial": {"cpu": 1}}, "the work pool assigns resources"),
         ({"trial_job_variables": {"image": "mine"}}, "they require trials='deployment'"),
-        ({"time_budget_seconds": 0}, "time_budget_seconds: Input should be greater than 0, found 0"),
+        ({"time_budget_seconds": 0}, "time_budget_seconds: expected more than 0, found 0"),
         ({"resources_per_trial": {"gpus": 1}}, r"did you mean 'gpu'\?"),
         ({"stop": "step=100"}, r"expected \{'step': 100\}"),
         ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),

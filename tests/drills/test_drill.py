@@ -7,9 +7,11 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 from datetime import timedelta
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from prefect import flow, unmapped
+from prefect.logging import disable_run_logger
 from rich.console import Console
 
 import prefect_tune as pt
@@ -65,6 +68,22 @@ def test_what_was_forgotten_is_named_and_the_flow_fails(
     assert isinstance(report, pt.DrillReport)
     assert "not exact: first difference at step " in str(caught.value)
     assert json.loads(json.dumps(report.fields()))["forgotten"][0]["kind"] == "rng"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_without_a_target_the_runs_are_in_a_temporary_folder(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[pt.LocalTarget] = []
+
+    def run(_plan: object, target: pt.LocalTarget, *_: object, **__: object) -> SimpleNamespace:
+        assert Path(target.path).is_dir()
+        targets.append(target)
+        return SimpleNamespace(is_exact=True, lines=list)
+
+    monkeypatch.setitem(unwrap(pt.drill.fn).__globals__, "run_in_processes", run)
+    with disable_run_logger():
+        pt.drill.fn(MODEL, keep=keep)
+    assert Path(targets[0].path).is_dir() is keep
+    shutil.rmtree(targets[0].path, ignore_errors=True)
 
 
 @pytest.mark.deep

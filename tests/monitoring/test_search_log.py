@@ -24,6 +24,8 @@ from prefect_tune.core.journal_events import (
     Event,
     Finished,
     GaveUp,
+    Opened,
+    Owner,
     Paused,
     Reported,
     Resumed,
@@ -217,9 +219,26 @@ def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixtur
     three = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.4}))
     vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
     _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
-    assert crashed == "trial 00003 crashed in attempt 1: its owner vanished without ending it"
+    assert crashed == "trial 00003 crashed in attempt 1: the run that trained it was killed"
     assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step trained again)"
     assert caplog.records[-2].levelname == "WARNING"
+
+
+def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True))
+    owner = Owner(name="a run", host="here", pid=1)
+    search.goes(Opened(experiment="e", generation=1, term=1, owner=owner, at="2026-11-26T12:00:00+00:00"))
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    for number, (at, event) in enumerate(
+        (("11:59:58", started()), ("12:00:01", vanished), ("12:00:02", started(2))), 1
+    ):
+        search.goes(Absorbed(trial=T, number=number, events=(event,), at=f"2026-11-26T{at}+00:00"))
+    assert caplog.messages == [
+        "trial 00003 began attempt 1 in an earlier run: lr 0.01, net/layers 2",
+        "trial 00003 crashed in attempt 1: the run that trained it was killed",
+        "trial 00003 begins again without a checkpoint (attempt 2)",
+    ]
 
 
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +251,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
         "trial 00003 resumes from step 2 (attempt 2)",
-        "trial 00003 crashed in attempt 2: its owner vanished without ending it",
+        "trial 00003 crashed in attempt 2: the run that trained it was killed",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
@@ -12,9 +12,19 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.stoppers import StopCriteria, as_stopper
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.objective import objective_of
+from prefect_tune.parameters.forms import ResumeLike, SchedulerName, SearchName
 from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_from, to_json, with_samples
 from prefect_tune.parameters.search_limits import warn_of_limits
+from prefect_tune.parameters.search_plan import resuming
 from prefect_tune.registry import BUILT_IN
+
+
+def test_the_names_that_checkers_know_are_those_that_need_no_options() -> None:
+    needy = {"ASHA", "Hyperband", "PBT"}
+    assert set(get_args(SchedulerName)) == BUILT_IN["scheduler"].keys() - needy
+    assert set(get_args(SearchName)) == BUILT_IN["search"].keys()
+    assert [type(scheduler_from(name)).__name__ for name in get_args(SchedulerName)] == [*get_args(SchedulerName)]
+    assert all(resuming(word) for word in get_args(ResumeLike))
 
 
 @pytest.mark.parametrize(

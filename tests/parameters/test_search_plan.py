@@ -87,6 +87,11 @@ def test_each_parameter_has_its_line_in_the_docstring_which_is_its_help_in_the_f
     assert parameter_docstrings(getdoc(called.fn)).keys() == signature(called.fn).parameters.keys()
 
 
+def test_a_number_that_is_too_small_is_refused_in_plain_words() -> None:
+    with pytest.raises(pt.InvalidInput, match=r"^processes_per_trial: expected 1 or more, found 0$"):
+        SearchPlan(trainable=print, target="./nowhere", processes_per_trial=0)
+
+
 class _NeverSaved(pt.Trainable):
     def step(self) -> dict[str, object]:
         return {"loss": 1.0}

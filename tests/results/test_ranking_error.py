@@ -40,8 +40,25 @@ def test_where_all_errored_the_first_error_is_said() -> None:
     assert why(broken, trial()) == "nothing was reported"
 
 
-def test_a_number_that_was_reported_as_text_is_said_to_be_text() -> None:
-    assert why(trial({"loss": "0.5"})) == "trial 00000 reported ['loss'] as text: '0.5'"
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("0.5", "text, not as a number: '0.5'"), ([0.5], "a list, not as a number: [0.5]")],
+)
+def test_a_value_in_place_of_a_number_is_named_by_its_kind(value: object, said: str) -> None:
+    assert why(trial({"size": 1, "loss": value})) == f"trial 00000 reported 'loss' as {said}"
+
+
+def test_a_metric_that_has_metrics_within_is_said_to_be_a_dict() -> None:
+    assert why(trial({"loss": {"train": 1}})) == "trial 00000 reported 'loss' as a dict, not as a number: {'train': 1}"
+
+
+def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
+    said = (
+        r"its reports have \['loss'\]. Name one: results.best_trial\('loss'\), or pt.load_results\(..., metric='loss'\)"
+    )
+    with pytest.raises(pt.InvalidInput, match=said):
+        _ = pt.load_results(tmp_path / "target", "e").best
 
 
 def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:

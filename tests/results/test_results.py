@@ -119,7 +119,7 @@ def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_pat
     assert pt.load_results(target, "e").best.trial == B
     assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
     write_experiment(tmp_path / "target", "of-no-search", [1])
-    with pytest.raises(pt.InvalidInput, match="Name a metric"):
+    with pytest.raises(pt.InvalidInput, match=r"no metric to compare by; .* Name one: results.best_trial"):
         _ = pt.load_results(tmp_path / "target", "of-no-search").best
 
 
@@ -258,7 +258,20 @@ def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_pat
 
 
 def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
-    assert repr(results) == "Results(experiment='e', trials: 3 completed, 1 errored)"
+    best = "best by last report: 00001 with loss 2.0"
+    assert repr(results) == f"Results(experiment='e', trials: 3 completed, 1 errored, {best})"
+
+
+def test_a_trial_is_found_by_its_number_and_one_that_is_not_there_is_named(results: pt.Results) -> None:
+    assert results.trials["1"] is results.trials["00001"]
+    with pytest.raises(KeyError, match=r"there is no trial '7'; expected a name, one of: 00000, 00001, 00002, \.\.\."):
+        _ = results.trials["7"]
+
+
+def test_completion_offers_the_fields_of_a_trial_and_not_the_methods_of_pydantic(results: pt.Results) -> None:
+    names = set(dir(results.best))
+    assert {"trial", "config", "metrics", "status"} <= names
+    assert not {"parse_raw", "schema_json", "model_dump"} & names
 
 
 def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() -> None:

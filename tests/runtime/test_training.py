@@ -320,6 +320,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
 def test_a_call_where_no_trial_runs_is_refused_with_a_name_that_exists(call: Callable[[], None]) -> None:
     with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
         call()
+    assert "the function that you pass to pt.tune(train, ...)" in str(refused.value)
     name = str(refused.value).partition("(")[0]
     assert callable(resolve_name(re.sub(r"^pt\.", "prefect_tune:", name)))
 

@@ -14,11 +14,13 @@ from prefect.context import FlowRunContext
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import ResumeFailed
 from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.core.journal_events import CheckpointRef, Committed, Started, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.suspension.continuation import TRAINING_QUESTION
 from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, Shown
 from prefect_tune.suspension.suspend_loop import Turn, first_turn, resumable
 from tests.fakes.checkpoints import first_generation
+from tests.fakes.searches.experiments import after
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,15 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
     assert resumable(nothing_yet(first_generation("e"))) == f"experiment 'e': all 0 trials have ended; {advice}"
+
+
+def test_trials_without_a_checkpoint_begin_again() -> None:
+    trials = [TrialAdded(trial=f"{n}", config={}) for n in range(3)]
+    started = [Started(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
+    saved = [Committed(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
+    state = after(nothing_yet(first_generation("e")), [*trials, *started, *saved])
+    said = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
+    assert resumable(state).startswith(said)
 
 
 def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ import logging
 import pytest
 
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.journal_events import Cause, Event, GaveUp, Started, TrialAdded
+from prefect_tune.core.metrics import storable
 from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
 from prefect_tune.tuner.run_search import failure_of
@@ -33,3 +36,12 @@ def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> Non
     error = failure_of(Results(state, LocalTarget(path="/runs"), None), None, MetricCheck(None, logging.getLogger()))
     assert error is not None
     assert str(error).endswith(ends)
+
+
+def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:
+    with pytest.raises(BadMetric) as refused:
+        storable({"loss": float("nan")}, "metrics of step 1")
+    assert error_in(f"bad-metric is not retried: BadMetric: {refused.value}") == (
+        "BadMetric: metrics of step 1: 'loss': found nan; training has diverged, or the metric divides by zero. For a "
+        "trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+    )

@@ -183,9 +183,12 @@ def test_a_scheduler_that_cannot_decide_about_one_trial_ends_no_search_that_know
     assert not search.check.why_end(search.state, UNDECIDED)
 
 
-def test_a_metric_that_is_text_is_reported_as_such(caplog: pytest.LogCaptureFixture) -> None:
-    Search("los").reports(los="1.0")
-    assert caplog.messages == ["trial 00000 reported the metric 'los' as text, not as a number: '1.0'"]
+@pytest.mark.parametrize(("value", "kind"), [("1.0", "text"), ([1.0], "a list"), ({"train": 1.0}, "a dict")])
+def test_a_metric_that_is_no_number_is_reported_as_such(
+    value: object, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Search("los").reports(los=value)
+    assert caplog.messages == [f"trial 00000 reported the metric 'los' as {kind}, not as a number: {value!r}"]
 
 
 def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:

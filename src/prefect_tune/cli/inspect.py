@@ -43,7 +43,7 @@ from prefect_tune.core.experiment.summary import (
     objective_in,
     shown_settings,
 )
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.messages.live_status import ExperimentView, view_of
 from prefect_tune.core.models import first_line, metric_in, shown_size
@@ -193,7 +193,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     if as_json:
         print(json.dumps({**about, **fresh.fields(), **facts}, indent=2))
     else:
-        head = {"experiment": state.name, "owner": _owner_of(state)}
+        head = {"experiment": state.name, **_owner_of(state, fresh)}
         print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
         if attempts:
             print_parts("", attempts_table(attempts))
@@ -242,7 +242,7 @@ def show_search(view: ExperimentView, *, as_json: bool, again: str = "") -> None
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
     table = trials_table(shown_trials, metrics, _columns_of_running(view, shown_trials, now), styles=styles)
     resume = {"resume with": again} if again and fresh.is_stale else {}
-    print_parts(facts_table({**_head(state), "as of": fresh.words(), **resume}), "", table)
+    print_parts(facts_table({**_head(state, fresh), "as of": fresh.words(), **resume}), "", table)
     if len(trials) > _TRIALS_SHOWN:
         print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     if sentence := cost_sentence(cost):
@@ -303,12 +303,16 @@ def _last_report(attempt: RunningTrial, now: datetime) -> str:
     return format_moment(attempt.reported_at, now)
 
 
-def _owner_of(state: Experiment) -> str:
-    """Return the number of the owner, and its run."""
-    return f"{state.term}: {state.owner}" if state.owner else ""
+def _owner_of(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
+    """Return the line of the owner; once every trial has ended, it says so: its process has probably ended, too."""
+    owner = f"{state.term}: {state.owner}" if state.owner else ""
+    if not state.trials or any(each.phase not in ENDED for each in state.trials.values()):
+        return {"owner": owner}
+    by = f" by {fresh.as_of:%Y-%m-%d %H:%M:%S} UTC" if fresh.as_of else ""
+    return {"last owner": f"{owner}; every trial had ended{by}"}
 
 
-def _head(state: Experiment) -> Mapping[str, object]:
+def _head(state: Experiment, fresh: Freshness) -> Mapping[str, object]:
     """Return the lines above the table of trials."""
     objective = objective_in(state.settings)
     by = zip(objective.modes, objective.metrics, strict=True) if objective else ()
@@ -316,7 +320,7 @@ def _head(state: Experiment) -> Mapping[str, object]:
         "experiment": state.name,
         **({"by": f"{', '.join(map(' '.join, by))} of the last report, the best first"} if objective else {}),
         "trials": format_counts(counted(state)),
-        "owner": _owner_of(state),
+        **_owner_of(state, fresh),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -40,6 +41,7 @@ from prefect_tune.deploy.deployment_specs import (
 )
 
 if TYPE_CHECKING:
+    from prefect_tune.core.experiment.experiment import Experiment
     from prefect_tune.deploy.automations import Installed
     from prefect_tune.deploy.deployments import Deployed
     from prefect_tune.results import Results
@@ -119,7 +121,8 @@ def _possible(experiment: str, parameters: Mapping[str, Any]) -> Mapping[str, An
         if not {"fork", "search"} & parameters.keys():
             require_no_fewer(parameters.get("num_samples"), state)
         if "fork" not in parameters:  # an existing fork has settings of its own
-            require_stored(state.settings, parameters)
+            require_stored(experiment, state.settings, parameters)
+            _require_trainable(parameters, state)
     return parameters
 
 
@@ -132,9 +135,23 @@ def _resumed(experiment: str, parameters: Mapping[str, Any]) -> Results:
     except NotInJournal as error:
         flags = [resume_flag_of(name) for name in error.names]
         how = f"pass {' '.join(filter(None, flags))}" if all(flags) else "call pt.resume(...) in code, and pass it"
-        names = ", ".join(map(repr, error.names))
-        raise InvalidInput(f"the journal of experiment {experiment!r} does not store {names}; {how}") from error
+        if how == f"pass {resume_flag_of('trainable')}":
+            how = f"{how}, of a module whose import starts no search, or run the script again: it resumes"
+        raise InvalidInput(f"{error.problem}; {how}") from error
     return found
+
+
+def _require_trainable(parameters: Mapping[str, Any], state: Experiment) -> None:
+    """Check, before a server is used, that the trainable of the journal is trusted and can be imported."""
+    from prefect_tune.blocks import resolve_existing
+    from prefect_tune.parameters.import_check import require_importable
+    from prefect_tune.trust import require_trusted, trusted_here
+
+    require_trusted(resolve_existing(parameters["target"]), state, parameters.keys(), trusted_here(None))
+    known: Mapping[str, Any] = state.settings
+    if "trainable" not in parameters and known.get("trials") != "deployment":
+        log = logging.getLogger(__name__)
+        require_importable(known["trainable"], known.get("isolation", "process"), log)
 
 
 @command

@@ -13,6 +13,7 @@ from prefect_tune.core.texts import is_unicode
 __all__ = [
     "is_finite",
     "is_number",
+    "kind_unless_number",
     "shown",
     "storable",
 ]
@@ -75,7 +76,10 @@ def _element_count(value: object) -> object:
 def _finite(value: float, where: str) -> float:
     if is_finite(value):
         return value
-    raise BadMetric(f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero")
+    raise BadMetric(
+        f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero. "
+        "For a trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+    )
 
 
 def _text(value: str, where: str) -> str:
@@ -100,6 +104,13 @@ def is_finite(number: float | Real) -> bool:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is a number that is finite as a float; False for True and False."""
     return not isinstance(value, bool) and isinstance(value, Real) and is_finite(value)
+
+
+def kind_unless_number(value: object) -> str:
+    """Return what was reported in place of a number: `text`, `a list` or `a dict`; empty for a number and None."""
+    if isinstance(value, Mapping):
+        return "a dict"
+    return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""
 
 
 def shown(value: object) -> str:

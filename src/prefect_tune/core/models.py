@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated, Any, NewType, Self, TypeAlias, TypeVar
@@ -70,6 +70,10 @@ class Value(BaseModel):
         # a quarter of a value's memory: 60 MiB for ten thousand trials. So all values of a class share one set, of all
         # fields, and `exclude_unset` excludes nothing.
         object.__setattr__(self, "__pydantic_fields_set__", _fields_of(type(self)))
+
+    def __dir__(self) -> Iterable[str]:
+        """Return its own names, without pydantic's methods, for completion."""
+        return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
         """Copy for `model_copy`, which adds updated names to the fields set: the shared set has them already."""

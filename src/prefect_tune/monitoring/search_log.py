@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.summary import Losses, best_label, best_saved,
 from prefect_tune.core.experiment.trial import wasted_words
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
 from prefect_tune.core.journal_events import (
+    Absorbed,
     AttemptEnded,
     Cause,
     Cloned,
@@ -24,7 +25,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     events_in,
 )
-from prefect_tune.core.models import first_line, metric_in
+from prefect_tune.core.models import first_line, metric_in, parse_time
 from prefect_tune.core.schedulers.base import shown
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import JournalKey, below
@@ -57,7 +58,7 @@ class SearchLog(SearchObserver):
                 case Started() | Cloned() | AttemptEnded() | Finished() | Paused() | GaveUp():
                     trial = experiment.trial(each.trial)
                     self._last_reports[each.trial] = self._last_report(trial)
-                    self._log_event(each, trial, experiment.key)
+                    self._log_event(each, trial, experiment.key, is_earlier=_is_earlier(event, experiment))
                 case _:
                     pass
 
@@ -75,12 +76,17 @@ class SearchLog(SearchObserver):
         self._write(trial, text, logging.WARNING)
 
     def _log_event(
-        self, event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp, trial: Trial, experiment: JournalKey
+        self,
+        event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp,
+        trial: Trial,
+        experiment: JournalKey,
+        *,
+        is_earlier: bool,
     ) -> None:
         text, level = "", logging.INFO
         match event:
             case Started():
-                text = self._started(event, trial)
+                text = self._started(event, trial, is_earlier=is_earlier)
             case Cloned(source=source):
                 text = f"continues from trial {source.trial.trial}, step {source.step}: {_config_of(trial)}"
             case Finished(reason=reason):
@@ -92,7 +98,7 @@ class SearchLog(SearchObserver):
             case AttemptEnded(message=message) if message == OWNER_VANISHED and trial.trial in self._lost:
                 self._lost.discard(trial.trial)
             case AttemptEnded(message=message) if message == OWNER_VANISHED:
-                text, level = f"crashed in attempt {trial.attempt}: {message}", logging.WARNING
+                text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
             case GaveUp(message=message):
                 text, level = self._ended(Status.ERRORED, message, trial, experiment), logging.ERROR
             case _:
@@ -103,9 +109,11 @@ class SearchLog(SearchObserver):
     def _write(self, trial: Trial, text: str, level: int) -> None:
         self._log.log(level, "%s", visible(f"trial {trial.trial} {text}" if trial.own_journal else f"the trial {text}"))
 
-    def _started(self, event: Started, trial: Trial) -> str:
+    def _started(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.wasted_steps - self._wasted.get(trial.trial, 0)
         self._wasted[trial.trial] = trial.wasted_steps
+        if is_earlier:
+            return f"began attempt {event.attempt} in an earlier run: {_config_of(trial)}"
         if event.attempt == 1:
             return f"begins: {_config_of(trial)}"
         lost = f"; {wasted_words(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
@@ -164,6 +172,13 @@ class SearchLog(SearchObserver):
             return f" ({best_label(self._objective)} so far)"
         value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
         return f" ({best_label(self._objective)}: {format_value(value)}, trial {best})"
+
+
+def _is_earlier(event: Event, experiment: Experiment) -> bool:
+    """Return whether a trial wrote the entry before this run began, by the clocks of both: for people only."""
+    at = parse_time(event.at) if isinstance(event, Absorbed) and event.at else None
+    began = parse_time(experiment.runs[-1].began_at) if experiment.runs else None
+    return at is not None and began is not None and at < began
 
 
 def _listed(metrics: Mapping[str, object], names: Iterable[str]) -> str:

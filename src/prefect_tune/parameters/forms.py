@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import Parameter, Signature, getdoc, signature
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import httpx
 from prefect import Flow
@@ -201,8 +201,11 @@ TargetField: TypeAlias = Annotated[
 ]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
 StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
-SchedulerField: TypeAlias = Annotated[Scheduler | _Json | str | None, _UNCHECKED]
-SearchField: TypeAlias = Annotated[Search | _Json | str | None, _UNCHECKED]
+SchedulerName: TypeAlias = Literal["FIFO", "MedianStopping"]
+"""The schedulers that need no options."""
+SearchName: TypeAlias = Literal["RandomSearch", "OptunaSearch"]
+SchedulerField: TypeAlias = Annotated[Scheduler | _Json | SchedulerName | None, _UNCHECKED]
+SearchField: TypeAlias = Annotated[Search | _Json | SearchName | None, _UNCHECKED]
 ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _ValidatedAs(dict[str, float] | None)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
 TrainableField: TypeAlias = Annotated[TrainableLike, _UNCHECKED, WithJsonSchema({"type": "string"})]
@@ -220,8 +223,31 @@ CallbacksField: TypeAlias = Annotated[
     _ValidatedAs(list[Any] | None),
     _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING),
 ]
+ResumeLike: TypeAlias = Literal[
+    "auto",
+    "must",
+    "never",
+    "errored",
+    "errored_only",
+    "auto+errored",
+    "auto+errored_only",
+    "local",
+    "local+errored",
+    "local+errored_only",
+    "remote",
+    "remote+errored",
+    "remote+errored_only",
+    "AUTO",
+    "AUTO+ERRORED",
+    "AUTO+ERRORED_ONLY",
+    "ERRORED_ONLY",
+    "LOCAL",
+    "REMOTE",
+]
+"""The words of `resume`, and Ray Tune's, as checkers know them; other cases and orders of these words work too."""
 ResumeField: TypeAlias = Annotated[
-    bool | str,
+    bool | ResumeLike,
+    _ValidatedAs(bool | str),
     _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
 ]
 RerunField: TypeAlias = Annotated[

@@ -113,6 +113,15 @@ class ValidatedParameters(Value):
             raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
 
 
+_BOUNDS = {
+    "greater_than": "more than {:g}",
+    "greater_than_equal": "{:g} or more",
+    "less_than": "less than {:g}",
+    "less_than_equal": "{:g} or less",
+}
+"""How messages say pydantic's bounds of numbers."""
+
+
 def first_cause(invalid: ValidationError, within: str = "") -> Exception:
     """Return the error that a validator raised; else the first of pydantic's: of values it shows only numbers.
 
@@ -123,6 +132,9 @@ def first_cause(invalid: ValidationError, within: str = "") -> Exception:
     if isinstance(cause, Exception):
         return cause
     where = ".".join(map(str, (*filter(None, [within]), *first["loc"])))
+    if first["type"] in _BOUNDS:
+        (bound,) = first["ctx"].values()
+        return InvalidInput(f"{where}: expected {_BOUNDS[first['type']].format(bound)}{_found(first)}")
     return InvalidInput(f"{where}: {first['msg']}{_found(first)}")
 
 

@@ -170,6 +170,15 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
             )
 
 
+def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
+    """Log a warning if several trials are searched without a metric: none of them is the best."""
+    if plan.objective is None and plan.trial_count != 1:
+        log.warning(
+            "no metric: trials are not compared, and results.best is an error. Pass the name of a reported metric, "
+            "as in metric='loss'; or name it later: results.best_trial('loss')"
+        )
+
+
 def warn_of_mode(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the names of metrics say that the other direction is good: an accuracy that is minimized.
 

@@ -185,14 +185,8 @@ class SearchPlan(ValidatedParameters):
     num_samples: Annotated[
         int | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1.", at_least=1),
-        Flag(
-            "N",
-            "New --num-samples, not fewer than now: of trials, with a grid per point.",
-            None,
-            at_least=1,
-            resume_place=3,
-        ),
+        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1."),
+        Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_place=3),
     ] = None
     scheduler: Annotated[
         Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None,
@@ -496,21 +490,28 @@ def only_in_code(settings: Mapping[str, object]) -> list[str]:
 class NotInJournal(InvalidInput):
     """A resume needs parameters that the experiment's journal does not store, and that were not passed."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, experiment: str, names: Sequence[str]) -> None:
+        why = dict.fromkeys(_WHY_NOT_STORED.get(name, "an object without a JSON form") for name in names)
+        said = f"{', '.join(map(repr, names))} ({'; '.join(why)})"
+        self.problem = f"the journal of experiment {experiment!r} does not store {said}"
         super().__init__(
-            f"resume: the journal of this experiment does not store {', '.join(map(repr, names))}; pass "
-            "it here, or call pt.tune(...) as before, with the same experiment name"
+            f"{self.problem}; pass it to pt.resume, or call pt.tune(...) as before, with the same experiment name"
         )
         self.names = names
 
 
-def require_stored(settings: Mapping[str, object], changed: Collection[str]) -> None:
+_WHY_NOT_STORED = {
+    "trainable": "no process can import it by a name: a script, a notebook or a function defined it, or it is a lambda",
+}
+
+
+def require_stored(experiment: str, settings: Mapping[str, object], changed: Collection[str]) -> None:
     """Check that the settings hold what a resume needs, apart from what is `changed`. Raises as `from_settings`."""
     missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
     if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
         missing.insert(0, "trainable")
     if missing:
-        raise NotInJournal(missing)
+        raise NotInJournal(experiment, missing)
 
 
 def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
@@ -520,7 +521,7 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
         NotInJournal: the settings lack a parameter that only the code held, and `changed` does not pass it.
             Missing callbacks are no error: they decide nothing.
     """
-    require_stored(settings, changed)
+    require_stored(str(run.get("experiment", "")), settings, changed)
     kept = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed:
         kept.pop("num_samples", None)  # it belonged to the earlier search

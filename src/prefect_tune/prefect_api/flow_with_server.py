@@ -21,9 +21,10 @@ from contextvars import ContextVar
 from copy import copy
 from functools import partial, wraps
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, Signature, formatannotation
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -95,6 +96,9 @@ class FlowWithServer(Flow[_P, _R]):
     """Entered with the flow's name for the duration of each call, the start of a server included."""
     prestart: Prestart | None
     """Called while a server starts, if one does."""
+
+    def __repr__(self) -> str:
+        return f"<flow {self.name!r}>"
 
     def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # one signature, see below
         """Validate the arguments, then run the flow as Prefect does.
@@ -209,8 +213,25 @@ def _ending_as_interrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
 
     # Prefect looks for the names in annotations in the module of `run`, which is this one.
-    vars(run)["__signature__"] = signature(function, eval_str=True)
+    vars(run)["__signature__"] = _PlainSignature.from_callable(function, eval_str=True)
     return run
+
+
+_MODULE = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
+
+
+class _PlainSignature(Signature):
+    """A signature for `help`: a parameter a line, with its type, without what validates it or describes it in forms."""
+
+    def __str__(self) -> str:
+        """Return the signature with the types that checkers see."""
+        annotated = SimpleNamespace(__annotations__={name: each.annotation for name, each in self.parameters.items()})
+        hints = get_type_hints(annotated)
+        plain = [each.replace(annotation=hints[name]) for name, each in self.parameters.items()]
+        star = next((place for place, each in enumerate(plain) if each.kind is Parameter.KEYWORD_ONLY), len(plain))
+        lines = [*map(str, plain[:star]), *["*"] * (star < len(plain)), *map(str, plain[star:])]
+        returned = formatannotation(self.return_annotation)
+        return _MODULE.sub("", "(\n" + "".join(f"    {each},\n" for each in lines) + f") -> {returned}")
 
 
 def _print_without_traceback(interrupt: KeyboardInterrupt) -> None:

@@ -362,5 +362,5 @@ def _session(caller: str) -> TrialSession:
     )
     raise InvalidInput(
         f"{caller}() was called where no trial runs. Call it inside the function that you pass to "
-        f"pt.durable_trainable(train, ...), not around it{hint}"
+        f"pt.tune(train, ...) or pt.durable_trainable(train, ...), not around it{hint}"
     )

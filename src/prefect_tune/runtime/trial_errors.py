@@ -36,6 +36,8 @@ def _advice(error: BaseException) -> str:
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if isinstance(error, MemoryError) and limit_bytes != resource.RLIM_INFINITY:
         return f"the address space is limited to {shown_size(limit_bytes)} (ulimit -v)"
+    if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
+        return f". A configuration is a dict, that of a dataclass too: config[{error.name!r}]"
     if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
         return ". Move what the script or notebook defines to a module, which each process can import"
     return ""

@@ -384,12 +384,24 @@ def make_root(root: Path) -> None:
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
+            _make(folder)
             sync_folder(folder.parent)
         if not root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
     except OSError as error:
         raise as_store_error(error, f"making {root}") from error
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        if not folder.parent.is_dir():
+            raise
+        # Such as /proc: a file system without files of one's own.
+        raise StoreRefused(
+            f"making {folder}: this file system cannot make a folder there ({error.strerror})"
+        ) from error
 
 
 def open_folder(

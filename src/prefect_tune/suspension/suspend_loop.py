@@ -22,6 +22,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimi
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
+from prefect_tune.core.models import plural
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
@@ -271,5 +272,8 @@ def resumable(state: Experiment) -> str:
         return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
     if len(trials) == 1:
         return f"experiment {state.name!r}: resumable at step {saved[0]}; {again}"
-    steps = f"step {saved[0]}" if len(set(saved)) == 1 else f"steps {min(saved)} to {max(saved)}"
-    return f"experiment {state.name!r}: {len(open_ones)} of {len(trials)} trials resumable, at {steps}; {again}"
+    steps = sorted(filter(None, saved))
+    where = f", at steps {steps[0]} to {steps[-1]}" if len(set(steps)) > 1 else f", at step {steps[0]}" if steps else ""
+    rest = f"; {plural(saved.count(0), 'begins', 'begin')} again, without a checkpoint" if 0 in saved else ""
+    resume = f"{len(steps)} of {len(trials)} trials resumable{where}{rest}"
+    return f"experiment {state.name!r}: {resume}; {again}"

@@ -63,6 +63,7 @@ from prefect_tune.parameters.search_limits import (
     warn_of_constants,
     warn_of_limits,
     warn_of_mode,
+    warn_of_no_metric,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import call_path, failed_by
@@ -280,6 +281,7 @@ def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
     metric_check = MetricCheck(plan.objective, get_run_logger(), metrics_needed(of_trials(plan.stopper)))
     if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
         warn_of_mode(plan, get_run_logger())
+        warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
         turn: Turn | None = first_search_turn(plan, known)
         while turn is not None:

@@ -23,6 +23,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     events_in,
 )
+from prefect_tune.core.metrics import kind_unless_number, shown
 from prefect_tune.core.models import StepReport, leaves, metric_in
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
@@ -145,8 +146,9 @@ class MetricCheck(SearchObserver):
         found = [name for name, _ in leaves(report.metrics)]
         for name in self._metrics:
             value = metric_in(report.metrics, name)
-            if isinstance(value, str):
-                self._log.warning("trial %s reported the metric %r as text, not as a number: %r", trial, name, value)
+            if kind := kind_unless_number(value):
+                said = (trial, name, kind, shown(value))
+                self._log.warning("trial %s reported the metric %r as %s, not as a number: %s", *said)
             elif value is None:
                 hint = did_you_mean(name, found)
                 self._log.warning(

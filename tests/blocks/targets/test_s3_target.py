@@ -201,6 +201,7 @@ def test_no_credentials_anywhere_is_said(moto: str) -> None:
     found = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
     assert not found.ok
     assert "no credentials: none in the block, environment or profile" in found.message
+    assert "; give keys, a credentials block or a profile [at: list; " in found.message
 
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:

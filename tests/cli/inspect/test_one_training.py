@@ -67,7 +67,8 @@ def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
     assert (shown["term"], shown["owner"]) == (1, "a test (pid 1 on here)")
     lines = run("show", target, "digits").out.splitlines()
     assert any(line.split() == ["reason", "had", "enough"] for line in lines)
-    assert any(line.split()[:4] == ["owner", "1:", "a", "test"] for line in lines)
+    assert any(line.split()[:4] == ["last", "owner", "1:", "a"] for line in lines)
+    assert "every trial had ended by 2026-11-2" in " ".join(" ".join(lines).split())
     assert "term" not in "".join(lines)
     assert any(line.split() == ["checkpoints", "2,", "4,", "6"] for line in lines)
 

@@ -210,6 +210,7 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
         (["--set", "a..b=1"], "--set 'a..b=1': expected name=value"),
         (["--experiment", "a/b"], "name 'a/b': expected 1 to 128 letters"),
         (["--target", "s4://b"], "'s4://b': unknown scheme 's4'"),
+        (["--num-samples", 0], "--num-samples: expected 1 or more, or -1 for no limit, found 0"),
         (["--num-samples", 3, "--samples-per-run", 2], "--num-samples 3 is the total, --samples-per-run 2 is what"),
         (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
         (["--scheduler", "ASAH"], "--scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
@@ -220,7 +221,7 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
         (["--callback", "prefect_tune:Nothing"], "callback 'prefect_tune:Nothing': "),
         (["--max-concurrent-trials", "0"], "--max-concurrent-trials: expected 1 or more, found 0"),
         (["--stop", "step=-1"], "--stop: limit of 'step': expected more than 0"),
-        (["--time-budget-seconds", "-1"], "--time-budget-seconds: Input should be greater than 0, found -1"),
+        (["--time-budget-seconds", "-1"], "--time-budget-seconds: expected more than 0, found -1"),
         (["--warm-start", "a b"], "name 'a b': expected 1 to 128 letters"),
         (["--job-variable", "cpu=1"], "--job-variable: they require --trials 'deployment'"),
     ],
@@ -323,8 +324,22 @@ def test_what_the_journal_does_not_store_is_named_by_its_flag(
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
     write_search(tmp_path, "e", {"00000": 0.5})
     done = run("resume", tmp_path, "e")
-    said = "the journal of experiment 'e' does not store 'trainable'; pass --trainable MODULE:NAME"
+    said = (
+        "the journal of experiment 'e' does not store 'trainable' (no process can import it by a name: a script, a "
+        "notebook or a function defined it, or it is a lambda); pass --trainable MODULE:NAME, of a module whose import "
+        "starts no search, or run the script again: it resumes"
+    )
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
+
+
+def test_a_trainable_of_the_journal_that_cannot_be_imported_is_refused_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    write_search(tmp_path, "e", {"00000": 0.5}, settings={"trainable": "no_such_module.train:Net"})
+    done = run("resume", tmp_path, "e")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "No module named 'no_such_module'" in done.err
 
 
 @pytest.mark.timeout(900)
@@ -335,7 +350,10 @@ def test_what_the_journal_does_not_store_and_no_flag_sets_is_passed_in_code(
     settings = {"trainable": TRAIN, "only_in_code": ["sync"]}
     write_search(tmp_path, "e", {"00000": 0.5}, settings=settings)
     done = run("resume", tmp_path, "e")
-    said = "the journal of experiment 'e' does not store 'sync'; call pt.resume(...) in code, and pass it"
+    said = (
+        "the journal of experiment 'e' does not store 'sync' (an object without a JSON form); call pt.resume(...) in "
+        "code, and pass it"
+    )
     assert (done.code, done.err) == (2, f"prefect-tune: {said}\n")
 
 

@@ -110,6 +110,7 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: sample_from(lambda _a, _b: 3), r"found .*<lambda>\(_a, _b\)"),
         (lambda: valid_space([1]), "space: expected an object of parameters"),
         (lambda: valid_space(uniform(0, 1)), "space: expected an object of parameters"),
+        (lambda: valid_space({"a": len}), r"To compute the value of each trial: pt.sample_from\(lambda config"),
         (lambda: valid_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
     ],
 )

@@ -24,7 +24,7 @@ from prefect_tune.parameters.resume_compatibility import (
     log_space,
     require_same,
 )
-from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode
+from prefect_tune.parameters.search_limits import warn_of_constants, warn_of_limits, warn_of_mode, warn_of_no_metric
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
@@ -85,6 +85,14 @@ def test_a_metric_whose_name_says_the_other_direction_is_a_warning_unless_the_mo
 ) -> None:
     warn_of_mode(planned(metric=metric, mode=mode), LOG)
     assert [said in each if said else each for each in caplog.messages] == [True] * (said is not None)
+
+
+@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"metric": "loss"}, 0), ({"num_samples": 1}, 0)])
+def test_several_trials_without_a_metric_are_a_warning(
+    options: Mapping[str, Any], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_no_metric(planned(**options), LOG)
+    assert [each.partition(":")[0] for each in caplog.messages] == ["no metric"] * count
 
 
 class _Descent(pt.Trainable):
@@ -274,6 +282,7 @@ def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
 def test_a_search_of_constants_says_so_once(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     pt.tune(train, {"x": 1}, target=local_target, experiment="e", num_samples=2, isolation="thread")
     assert caplog.text.count("the space has no distribution, so all 2 trials train the same configuration") == 1
+    assert caplog.text.count("no metric: trials are not compared") == 1
 
 
 # -------------------------------------------------------------------------------------------------- no checkpoint

@@ -82,6 +82,11 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
         make_root(tmp_path / "file")
 
 
+def test_a_root_where_no_folder_can_be_made_is_refused_and_not_tried_again() -> None:
+    with pytest.raises(StoreRefused, match="making /proc/nope: this file system cannot make a folder there"):
+        make_root(Path("/proc/nope/runs"))
+
+
 def test_an_object_is_no_folder_and_a_folder_no_object(store: PosixStore) -> None:
     store.put("object", b"1")
     store.put("folder/object", b"1")

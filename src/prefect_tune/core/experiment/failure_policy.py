@@ -32,8 +32,8 @@ __all__ = [
 OWNER_VANISHED = "its owner vanished without ending it"
 """The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
 
-_USER_BUDGET_SPENT = re.compile(r"^failure \d+ of the trainable \(max_failures=\d+\): ")
-"""What `verdict` puts before the error that spent the budget."""
+_USER_BUDGET_SPENT = re.compile(r"^(failure \d+ of the trainable \(max_failures=\d+\)|bad-metric is not retried): ")
+"""What `verdict` puts before the error that spent the budget, or of which another attempt would fail too."""
 
 _LOST = "attempts were lost without a commit: "
 _LOSS = re.compile(rf"\d+ {_LOST}")
@@ -127,7 +127,7 @@ def fail_fast_reason(trial: str, message: str) -> str:
 
 
 def error_in(reason: str) -> str:
-    """Return the first line of an errored trial's reason without the budget of its own failures, if it begins so."""
+    """Return the first line of an errored trial's reason, without what precedes an error of the trainable."""
     return _USER_BUDGET_SPENT.sub("", first_line(reason))
 
 

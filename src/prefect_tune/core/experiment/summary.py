@@ -40,6 +40,7 @@ __all__ = [
     "scored",
     "shown_settings",
     "smallest_first",
+    "trial_in",
     "trial_named",
     "valid_scope",
 ]
@@ -261,13 +262,18 @@ def trial_named(state: Experiment, given: str) -> Trial:
     Raises:
         InvalidInput: there is no such trial.
     """
-    if given in state.trials:
-        return state.trials[given]
+    if found := trial_in(state.trials, given):
+        return found
     names = list(state.trials)
-    if same := [name for name in names if name.isdecimal() and given.isdecimal() and int(name) == int(given)]:
-        return state.trials[same[0]]
     there = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
     raise InvalidInput(f"experiment {state.name!r}: there is no trial {given!r} among its {len(names)}{there}")
+
+
+def trial_in(trials: Mapping[str, Trial], given: str) -> Trial | None:
+    """Return the trial of this name, or of this number: `8` for `00008`; None if there is none."""
+    if given in trials or not given.isdecimal():
+        return trials.get(given)
+    return next((each for name, each in trials.items() if name.isdecimal() and int(name) == int(given)), None)
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:

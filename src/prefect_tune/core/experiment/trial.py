@@ -138,7 +138,12 @@ class PastEvent(Value):
 
 
 class Trial(Value):
-    """One configuration being trained: its state folded from the journal."""
+    """One configuration being trained, as of the journal's last entry.
+
+    For users: its name `trial`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
+    (`results.checkpoint` opens the newest), the `reason` of its end, `attempt`, the number of its attempts, and
+    `trained_seconds`. The other fields are what the search needs to continue it.
+    """
 
     trial: TrialId
     config: Mapping[str, Any]

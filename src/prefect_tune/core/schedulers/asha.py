@@ -273,11 +273,12 @@ class ASHA(Scheduler):
     variant: Literal["stopping", "promotion"] = "stopping"
 
     def __post_init__(self) -> None:
-        numbers = is_count(self.max_t, 1) and is_count(self.grace_period, 1) and is_at_least(self.reduction_factor, 2)
-        if not (numbers and self.grace_period <= self.max_t):
-            raise InvalidInput(
-                f"{self}: expected 1 <= grace_period <= max_t, in whole steps, and reduction_factor >= 2"
-            )
+        if not (is_count(self.max_t, 1) and is_count(self.grace_period, 1)):
+            raise InvalidInput(f"{self}: expected max_t and grace_period in whole steps, 1 or more")
+        if self.grace_period > self.max_t:
+            raise InvalidInput(f"{self}: expected a grace_period of at most max_t, which is {self.max_t}")
+        if not is_at_least(self.reduction_factor, 2):
+            raise InvalidInput(f"{self}: expected a reduction_factor of 2 or more")
         most = len(self._ladder(0)) + 1
         if not (is_count(self.brackets, 1) and self.brackets <= most):
             raise InvalidInput(f"{self}: expected 1 to {most} brackets: there are {most - 1} rungs below max_t")

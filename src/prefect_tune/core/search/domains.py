@@ -459,9 +459,9 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
         return whole
     if is_number(node):
         return float(node)
-    raise InvalidInput(
-        f"{where}: expected a value or a domain, found {shown(node)} ({type(node).__name__}): {_NO_JSON}"
-    )
+    what = f"{where}: expected a value or a domain, found {shown(node)} ({type(node).__name__}): {_NO_JSON}"
+    computed = ". To compute the value of each trial: pt.sample_from(lambda config: ...)" if callable(node) else ""
+    raise InvalidInput(f"{what}{computed}")
 
 
 def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
