@@ -324,19 +324,19 @@ class SearchPlan(ValidatedParameters):
         int,
         Field(ge=1, le=MOST_PROCESSES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Processes that train a trial together, each a rank. Default: 1.", _WHERE, at_least=1),
+        Flag("N", "Processes of a trial. Default: 1.", _WHERE, at_least=1),
     ] = 1
     nodes_per_trial: Annotated[
         int,
         Field(ge=1, le=MOST_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Nodes that train a trial together, each a flow run. Default: 1.", _WHERE, at_least=1),
+        Flag("N", "Flow runs of a trial. Default: 1.", _WHERE, at_least=1),
     ] = 1
     min_nodes: Annotated[
         int | None,
         Field(ge=1, le=MOST_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Nodes with which a trial begins if not all are there. Default: all.", _WHERE, at_least=1),
+        Flag("N", "Fewest of them. Default: all.", _WHERE, at_least=1),
     ] = None
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
