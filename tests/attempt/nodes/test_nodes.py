@@ -165,6 +165,15 @@ def test_with_fewer_nodes_than_wanted_an_attempt_begins_if_they_are_enough(clust
     assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
 
 
+def test_a_node_that_cannot_be_read_is_one_that_is_missing(cluster: Cluster) -> None:
+    options: dict[str, Any] = {"nodes_per_trial": 3, "min_nodes": 2}
+    logs = [cluster.start(0, **options), cluster.start(1, **options), cluster.start(2, secret="other", **options)]
+    cluster.wait()
+    assert "2 of 3 nodes have arrived" in logs[0].read_text()
+    assert (cluster.trial().phase, cluster.trial().metrics["world_size"]) == (Phase.FINISHED, 2)
+    assert "ENDED node 0 wrote what cannot be read" in logs[2].read_text()
+
+
 def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
     logs = [cluster.start(0), cluster.start(1)]
     other = cluster.folder / "other"

@@ -81,7 +81,6 @@ class OtherNodes:
         self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log
         self._secret = secret
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
-        self._guard = threading.Lock()
         self._arrived: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._ranks: dict[int, _RankElsewhere] = {}
@@ -173,7 +172,7 @@ class OtherNodes:
             if found >= least and not fewer_after.remaining_seconds:
                 self._log.warning("%d of %d nodes have arrived: the attempt begins with these", found, most)
                 return
-            if lost := dict(self._lost):
+            if (lost := dict(self._lost)) and most - len(lost) < least:
                 raise NodesMissing("; ".join(f"node {each} {why}" for each, why in lost.items()), is_stopped=False)
             if not all_within.remaining_seconds:
                 within = _ALL_ARRIVE_WITHIN.total_seconds()

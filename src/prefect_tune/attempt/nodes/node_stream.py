@@ -38,8 +38,6 @@ class NodeWriter:
     def __init__(self, target: StorageTarget, key: NodesKey, node: int, secret: str, log: Log) -> None:
         self.node, self.secret = node, secret
         self._target, self._key, self._log = target, key, log
-        self.node = node
-        self._target, self._key, self._log = target, key, log
         self._messages: queue.SimpleQueue[NodeMessage | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._write_id = new_write_id().write_id
@@ -102,6 +100,9 @@ class NodeWriter:
             except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
                 self._log.warning("the nodes' messages are written again in a second: %s", error)
                 time.sleep(_AFTER_ERROR_SECONDS)
+            except TuneError as error:
+                self._log.error("node %d writes no more messages: %s", self.node, error)
+                return
             else:
                 return
 

@@ -13,7 +13,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import copy_context
 from datetime import timedelta
@@ -117,6 +116,7 @@ class _OtherNode:
         self._parts: dict[int, dict[int, Path]] = {}
         """The directories of each step, by rank."""
         self._merged: dict[int, Path] = {}
+        self._sending = threading.Lock()
 
     def run(self) -> str:
         self._writer = NodeWriter(self._spec.target, self._key, self._node, self._request.secret, self._log)
@@ -168,8 +168,7 @@ class _OtherNode:
                     self._writer.send(RankGone(rank=rank, how=f"did not start on node {self._node}: {error}"))
                 self._over = f"its processes did not start: {error}"
                 return
-            sender = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="parts"))
-            self._serve(group, sender)
+            self._serve(group)
             group.end_all()
 
     def _start_here(self, begin: Begin, scratch: Path) -> Start:
@@ -191,7 +190,7 @@ class _OtherNode:
         log = TrialLog(self._log, f"rank {start.rank.rank}")
         return self._link.process(start, log, self._request.environment)
 
-    def _serve(self, group: RankGroup, sender: ThreadPoolExecutor) -> None:
+    def _serve(self, group: RankGroup) -> None:
         """Pass messages on, both ways, until the attempt is over."""
         while not self._over:
             try:
@@ -206,7 +205,9 @@ class _OtherNode:
                     case ToRank(rank=rank, message=told) if 0 <= rank - self._first_rank < group.world_size:
                         group.tell_rank(rank - self._first_rank, told)
                     case SendPart() as wanted:
-                        sender.submit(copy_context().run, self._send_part, wanted)
+                        # A daemon: the end of this node does not wait for a target that does not answer.
+                        send = threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True)
+                        send.start()
                     case GroupOver():
                         self._over = "the attempt is over"
                     case _:
@@ -225,6 +226,10 @@ class _OtherNode:
 
     def _send_part(self, wanted: SendPart) -> None:
         """Send the files of a step; without any of that step here, nothing is expected of this node."""
+        with self._sending:
+            self._send_part_alone(wanted)
+
+    def _send_part_alone(self, wanted: SendPart) -> None:
         step, of = wanted.key.step, (self._key, self._node, self._term)
         if step not in self._parts and step not in self._merged:
             return
@@ -233,6 +238,8 @@ class _OtherNode:
             within = timedelta(seconds=self._spec.sync.sync_timeout_seconds)
             on_target(self._spec.target, lambda store: _send(store, wanted, directory, of), within)
         except TuneError as error:
+            if self._over:
+                return  # its files are being removed
             self._log.warning("the part of step %d was not sent: %s", step, error)
             why = f"{type(error).__name__}: {error}"
             self._refuse(wanted, lambda store: refuse_part(store, wanted.key, of, why))
