@@ -38,7 +38,7 @@ NODES = NodesKey(trial=KEY, attempt=2)
 TERM = 3
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("before", [None, grouped_run(2), killed_before_its_entry], ids=["new", "grouped", "single"])
 def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     nodes: int, before: Callable[..., None] | None, record_property: Record

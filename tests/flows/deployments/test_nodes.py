@@ -15,6 +15,7 @@ from prefect_tune.flows.tune import tune
 STEPS = 6
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server", "worker")
 @pytest.mark.timeout(900)
 def test_two_nodes_train_a_trial_and_after_the_death_of_a_rank_its_next_attempt(local_target: LocalTarget) -> None:
