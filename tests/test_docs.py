@@ -447,7 +447,7 @@ def test_all_that_a_search_leaves_on_a_target_is_on_the_page(prefect_server: str
     assert [path for path, matching in found.items() if len(matching) != 1] == []
     # Not of each search: of one that is stopped, of one that still runs, of one whose trials are elsewhere, of one that
     # writes ten entries.
-    folders = "requests|live|trials/<trial>/(answers|live)|segments"
+    folders = "requests|live|trials/<trial>/(answers|live|nodes)|segments"
     rare = {line for line in lines if re.match(f"<experiment>/(<generation>/({folders})|generations)/", line)}
     assert {*lines} - rare <= {matching[0] for matching in found.values()}
 
