@@ -12,16 +12,15 @@ from prefect import task
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.checkpoints.commit import Reverification, alone, commit, reusable
-from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.checkpoints.parts import PartsOfSave, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
-from prefect_tune.core.recovery import read_manifest, verify
+from prefect_tune.core.recovery import manifest_if_readable, read_manifest, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.storage_retries import RETRYING, is_away
 from prefect_tune.stores.local.download import fetch_committed, metadata_of_copy
@@ -71,7 +70,7 @@ def save_checkpoint(
     """
     directory = Path(directory).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-        reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
+        reuse = reusable(store, key.trial, manifest_if_readable(store, parent), collected_up_to)
         staged = StagedFiles(directory)
         complete = partial(with_parts, store, parts) if parts is not None else alone
         done = commit(
@@ -86,14 +85,6 @@ def save_checkpoint(
         )
         manifest = done.manifest
         return SavedCheckpoint(key, manifest.size_bytes, len(manifest.files), done.sent_bytes, done.damaged)
-
-
-def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:
-    """Return the parent's manifest; None if it is damaged, so that every byte is sent and none depends on it."""
-    try:
-        return read_manifest(store, parent) if parent else None
-    except (CheckpointCorrupt, CheckpointNotFound):
-        return None
 
 
 @task(name="clone-checkpoint", task_run_name="clone {source.trial}", **RETRYING)

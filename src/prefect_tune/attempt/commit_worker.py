@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from prefect_tune.attempt.attempt_tasks import AttemptTasks, SavedCheckpoint
-from prefect_tune.attempt.group_saves import GroupSave, merge, remove_directory
+from prefect_tune.attempt.group_saves import FailedSave, GroupSave, merge, remove_directory
 from prefect_tune.attempt.nodes.first_node import OtherNodes
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
@@ -265,11 +264,11 @@ class CommitWorker:
         self._waiting.append(report)
 
     def save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[StepDone, str], None] | None = None
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None] | None = None
     ) -> None:
         """Queue the commit of a step's checkpoint; the worker thread then calls `committed` with the step.
 
-        If a node did not add its part, the worker thread calls `failed` instead, with the reason.
+        If a node did not add its part, the worker thread calls `failed` instead.
         """
         self._work.put(lambda: self._save(save, committed, failed))
 
@@ -348,7 +347,7 @@ class CommitWorker:
         self._artifacts.after_report()
 
     def _save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[StepDone, str], None] | None
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None] | None
     ) -> None:
         done = save.done
         directory = Path(done.checkpoint or "")
@@ -358,14 +357,13 @@ class CommitWorker:
         except PartMissing as missing:
             if failed is None:
                 raise
-            failed(done, str(missing))
+            failed(FailedSave(done, str(missing)))
             remove_directory(directory if done.moved else None)
             return
         committed(done.report.step)
         self._log_commit(saved, done.report.metrics)
         self._artifacts.after_commit()
-        if done.moved:
-            shutil.rmtree(directory, ignore_errors=True)
+        remove_directory(directory if done.moved else None)
         self._delete(doomed)
 
     def _log_commit(self, saved: SavedCheckpoint, metrics: Mapping[str, object]) -> None:

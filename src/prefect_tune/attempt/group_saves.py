@@ -42,18 +42,20 @@ class GroupSave:
 class _Pending:
     deadline: Deadline
     done: StepDone | None = None
-    parts: dict[int, Path | None] = field(default_factory=dict)
-    nodes: set[int] = field(default_factory=set)
+    parts: dict[int, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
     """A checkpoint that is not committed, since ranks did not add their part in time."""
 
-    step: int
-    why: str
     done: StepDone
     """The report of rank 0."""
+    why: str
+
+    @property
+    def step(self) -> int:
+        return self.done.report.step
 
 
 class GroupSaves:
@@ -83,18 +85,13 @@ class GroupSaves:
         Raises:
             InvalidInput: the rank saves at a step at which rank 0 did not.
         """
-        directory = None if part.directory is None else Path(part.directory)
         if part.step in self._failed:
-            remove_directory(directory)
+            remove_directory(part.directory)
             return None
         if part.step <= self._over and part.step not in self._pending:
-            if directory is not None or part.node:
-                raise _not_of_all(rank, part.step)
+            _require_no_files(rank, part)
             return None
-        pending = self._at(part.step)
-        pending.parts[rank] = directory
-        if part.node:
-            pending.nodes.add(part.node)
+        self._at(part.step).parts[rank] = part
         return self._whole(part.step)
 
     def close(self, step: int) -> None:
@@ -105,10 +102,8 @@ class GroupSaves:
         """
         self._over = max(self._over, step)
         for at in [at for at, each in self._pending.items() if at <= step and each.done is None]:
-            dropped = self._pending.pop(at)
-            for rank, directory in dropped.parts.items():
-                if directory is not None or dropped.nodes:
-                    raise _not_of_all(rank, at)
+            for rank, part in self._pending.pop(at).parts.items():
+                _require_no_files(rank, part)
 
     def without(self, ended: Collection[int]) -> str:
         """Return which checkpoint can never be complete, since ranks have ended without their part; else ""."""
@@ -125,11 +120,11 @@ class GroupSaves:
                 continue
             del self._pending[step]
             self._failed.add(step)
-            for directory in (*each.parts.values(), Path(each.done.checkpoint or "")):
+            for directory in (*(part.directory for part in each.parts.values()), each.done.checkpoint):
                 remove_directory(directory)
             missing = _named([rank for rank in self._others if rank not in each.parts])
             why = f"{missing} did not add its part within {self._within.total_seconds():g} s"
-            return FailedSave(step, why, each.done)
+            return FailedSave(each.done, why)
         return None
 
     def _at(self, step: int) -> _Pending:
@@ -140,25 +135,26 @@ class GroupSaves:
         if found.done is None or not found.parts.keys() >= set(self._others):
             return None
         del self._pending[step]
-        parts = {rank: each for rank, each in sorted(found.parts.items()) if each is not None}
-        return GroupSave(found.done, parts, tuple(sorted(found.nodes)))
+        parts = {rank: Path(each.directory) for rank, each in sorted(found.parts.items()) if each.directory is not None}
+        return GroupSave(found.done, parts, tuple(sorted({each.node for each in found.parts.values() if each.node})))
 
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def remove_directory(directory: Path | None) -> None:
+def remove_directory(directory: str | Path | None) -> None:
     """Remove a directory of this machine, if there is one."""
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _not_of_all(rank: int, step: int) -> InvalidInput:
-    return InvalidInput(
-        f"rank {rank} reported a checkpoint at step {step}, and rank 0 did not: report one on rank 0 too, in each step "
-        "in which a rank does"
-    )
+def _require_no_files(rank: int, part: Part) -> None:
+    if part.directory is not None or part.node:
+        raise InvalidInput(
+            f"rank {rank} reported a checkpoint at step {part.step}, and rank 0 did not: report one on rank 0 too, in "
+            "each step in which a rank does"
+        )
 
 
 def merge(directory: Path, parts: Mapping[int, Path]) -> None:

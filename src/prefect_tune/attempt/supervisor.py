@@ -94,8 +94,8 @@ class _Supervisor:
         self._steps = 0
         self._handed_over = self._given_up = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
-        self._not_whole: queue.SimpleQueue[tuple[StepDone, str]] = queue.SimpleQueue()
-        """Checkpoints to which a node did not add its part, with the reason; the commit worker's thread adds them."""
+        self._not_whole: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
+        """Checkpoints to which a node did not add its part; the commit worker's thread adds them."""
         self._failed_saves: list[str] = []
         """Why the last checkpoints were not committed, since the last one that was."""
         self._loaded: set[int] = set()
@@ -282,14 +282,16 @@ class _Supervisor:
 
     def _commit(self, save: GroupSave | None) -> None:
         if save is not None:
-            self._commit_worker.save(save, self._saved, lambda done, why: self._not_whole.put((done, why)))
+            self._commit_worker.save(save, self._saved, self._not_whole.put)
 
     def _failed_save(self) -> Outcome | None:
         """Fail a checkpoint that is overdue; return the outcome if the trial cannot do without it."""
         if why := self._saves.without(self._ended_ranks):
             return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
-        if (failed := self._saves.overdue() or self._missing_part()) is None:
-            return None
+        if (failed := self._saves.overdue()) is None:
+            if self._not_whole.empty():
+                return None
+            failed = self._not_whole.get()
         self._given_up += 1
         why = f"step {failed.step} is not committed: {failed.why}"
         self._failed_saves.append(why)
@@ -300,12 +302,6 @@ class _Supervisor:
         )
         self._group.tell(SaveFailed(step=failed.step))
         return None
-
-    def _missing_part(self) -> FailedSave | None:
-        if self._not_whole.empty():
-            return None
-        done, why = self._not_whole.get()
-        return FailedSave(done.report.step, why, done)
 
     def _answer(self, answer: Answer) -> None:
         if self._asks and self._last_message_at is not None:  # it waited for this; an unasked message is no progress

@@ -175,7 +175,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         view = viewed(store, state)
         known = chosen_trials(state, trial) if trial else []
         today = trials_today(store, state, known)
-        exploited = [each for chosen in known for each in _exploited_by(store, state, chosen)]
+        cloned = [each for each, now in zip(known, today, strict=True) if now.cloned is not None]
+        exploited = [each for one in cloned for each in _exploited_by(store, state, one)]
     if is_search(state) and trial is None:
         show_search(view, as_json=as_json, again=shlex.join(["prefect-tune", "resume", target, experiment]))
         return

@@ -165,6 +165,14 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
     return manifest
 
 
+def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
+    """Return the manifest of `key`; None for no key, or if it is damaged: then no save may depend on its bytes."""
+    try:
+        return read_manifest(store, key) if key else None
+    except (CheckpointCorrupt, CheckpointNotFound):
+        return None
+
+
 def checkpoints_with(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str], *, side_by_side: ParallelMap
 ) -> Mapping[CheckpointKey, str]:

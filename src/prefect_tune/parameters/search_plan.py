@@ -99,8 +99,8 @@ _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 MOST_SECONDS = 1e10
 """The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
 MOST_PROCESSES = 1024
-MOST_NODES = 1024
 """The most ranks of one trial on one machine."""
+MOST_NODES = 1024
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_tune.core.checkpoints import commit, parts
 from prefect_tune.core.checkpoints.commit import Reusable, sent
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.checkpoints.parts import PartsOfSave, refuse_part, send_part, with_parts
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
 from prefect_tune.core.messages.node_messages import node_messages_up_to
@@ -91,7 +91,7 @@ def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NO
 def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
     """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
     about = About(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = sent(store, SAVE, MemoryFiles(first), about, Reusable(), map)
+    manifest = Manifest(**sent(store, SAVE, MemoryFiles(first), Reusable(), map), about=about)
     lost = {"lost": dict, **wanted}
     parts_wanted = PartsOfSave(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
     return restored(store, with_parts(store, parts_wanted, manifest))

@@ -73,7 +73,7 @@ class NodesMissing(Exception):
 
 
 class OtherNodes:
-    """The other nodes of an attempt. Enter it to wait for them."""
+    """The other nodes of an attempt. Enter it, then call `begin`."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - what begins, and where: none follows from another
         self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, secret: str, log: Log
@@ -97,8 +97,6 @@ class OtherNodes:
         """
         self.stop = stop.set
         spec, others = self._spec, range(1, self._spec.nodes_per_trial)
-        on_target(spec.target, self._delete_earlier)
-        self._writer = NodeWriter(spec.target, self._key, 0, self._secret, self._log)
         for node in others:
             hears, loses = partial(self._hear, node), partial(self._lose, node)
             self._readers[node] = NodeReader(spec.target, self._key, node, self._writer, hears, loses)
@@ -141,12 +139,12 @@ class OtherNodes:
             self._writer.delete(self._key.part_path(key, node))
 
     def __enter__(self) -> Self:
+        on_target(self._spec.target, self._delete_earlier)
+        self._writer = NodeWriter(self._spec.target, self._key, 0, self._secret, self._log)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the ranks of all nodes, and delete the messages once the nodes have read that."""
-        if not hasattr(self, "_writer"):
-            return
         self._writer.send(GroupOver())
         self._writer.close()
         read_until = Deadline.after(_READ_WITHIN)

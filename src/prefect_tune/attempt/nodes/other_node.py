@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.core.checkpoints.commit import reusable
 from prefect_tune.core.checkpoints.parts import refuse_part, send_part
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, TuneError
+from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.messages.node_messages import (
     Arrived,
@@ -43,7 +43,7 @@ from prefect_tune.core.messages.node_messages import (
     newest_attempt,
 )
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Part, Start, TrialEnded
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.recovery import manifest_if_readable
 from prefect_tune.core.storage.layout import NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.journal_access import read_experiment
@@ -88,7 +88,7 @@ def _attempt_of(spec: TrialSpec, request: AttemptRequest, stop: threading.Event)
 def _is_over(spec: TrialSpec, request: AttemptRequest) -> bool:
     try:
         trial = read_experiment(spec.target, spec.journal).trials.get(spec.trial.trial)
-    except (TuneError, ObjectNotFound):
+    except TuneError:
         return False
     return trial is not None and (
         trial.attempt > request.attempt or (trial.attempt == request.attempt and trial.phase in _OVER)
@@ -163,7 +163,7 @@ class _OtherNode:
             try:
                 start = self._start_here(begin, scratch)
                 group = opened.enter_context(rank_group(start, placement, self._process))
-            except (CheckpointCorrupt, CheckpointNotFound, TuneError, OSError) as error:
+            except (TuneError, OSError) as error:
                 for rank in ranks:
                     self._writer.send(RankGone(rank=rank, how=f"did not start on node {self._node}: {error}"))
                 self._over = f"its processes did not start: {error}"
@@ -263,10 +263,7 @@ class _OtherNode:
 
 
 def _send(store: ObjectStore, wanted: SendPart, directory: Path, of: tuple[NodesKey, int, int]) -> None:
-    parent = None
-    if wanted.parent is not None:
-        with suppress(CheckpointCorrupt, CheckpointNotFound):  # then every byte is sent
-            parent = read_manifest(store, wanted.parent)
+    parent = manifest_if_readable(store, wanted.parent)
     with transfer_pool() as transfers:
         reuse = reusable(store, wanted.key.trial, parent, wanted.collected_up_to)
         send_part(store, wanted.key, StagedFiles(directory), of=of, reuse=reuse, side_by_side=transfers)

@@ -27,7 +27,7 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
-_WORDS_BYTES, _REASON_BYTES = 64, 2000
+_WORDS_BYTES, REASON_BYTES = 64, 2000
 _MOST_SPLITS = 2  # "born" and two numbers; "unfit" and a reason
 _FIRST = "1"  # a process's first temporary directory
 
@@ -163,7 +163,7 @@ class ForksUnfit(OSError):
 
 
 def _started_pid(status: socket.socket) -> int | None:
-    words = message_of(status, _PATIENCE, _REASON_BYTES)
+    words = message_of(status, _PATIENCE, REASON_BYTES)
     match (words if words is not None else "no word yet").split(maxsplit=_MOST_SPLITS):
         case ["born", subreaper, _]:
             return int(subreaper)

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self, TypeAlias, TypeVar
 
-from prefect_tune.attempt.processes.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
+from prefect_tune.attempt.processes.fork_client import (
+    REASON_BYTES,
+    ForkedProcess,
+    ForkServer,
+    PendingFork,
+    fork_from,
+    message_of,
+)
 from prefect_tune.attempt.processes.process_channel import added_to_this, fixed_by_this, read_at_start
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.core.messages.process_messages import READY
@@ -27,7 +34,6 @@ from prefect_tune.stores.deadline import Deadline
 _LOOK_AGAIN = timedelta(seconds=0.2)
 _IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _GOODBYE = timedelta(seconds=5)
-_REASON_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class Template:
         until = Deadline.after(_IMPORT)
         self._output.start(process.output)  # until its end: what fork handlers print must not fill the pipe
         while not self._leaving.is_set():
-            said = message_of(self._control, _LOOK_AGAIN, most_bytes=_REASON_BYTES)
+            said = message_of(self._control, _LOOK_AGAIN, most_bytes=REASON_BYTES)
             if said:
                 return "" if said == READY else said
             if said is not None or not process.is_alive():

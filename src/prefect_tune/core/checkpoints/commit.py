@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
+from typing import Any
 
 from prefect_tune.core.checkpoints.manifest import (
     About,
@@ -205,10 +206,10 @@ def _unverified(
     return {each.path: each for each in found if each is not None}
 
 
-def sent(  # noqa: PLR0913, PLR0917 - as `commit`
-    store: ObjectStore, key: CheckpointKey, source: Source, about: About, reuse: Reusable, side_by_side: ParallelMap
-) -> Manifest:
-    """Send the bytes of a node's part of the checkpoint `key`; return what their manifest would be. Commits nothing.
+def sent(
+    store: ObjectStore, key: CheckpointKey, source: Source, reuse: Reusable, side_by_side: ParallelMap
+) -> dict[str, Any]:
+    """Send the bytes of a node's part of the checkpoint `key`; return the fields of its `Contents`. Commits nothing.
 
     Raises:
         StoreUnavailable: not all bytes are on the target.
@@ -218,7 +219,7 @@ def sent(  # noqa: PLR0913, PLR0917 - as `commit`
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     source.require_unchanged()
     require_stored(store, key.trial, _written(blobs))
-    return _manifest(key, source, about, blobs)
+    return _contents(key, source, blobs)
 
 
 def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
@@ -277,6 +278,11 @@ def require_stored(store: ObjectStore, trial: TrialKey, written: Mapping[str, in
 
 
 def _manifest(key: CheckpointKey, source: Source, about: About, placed: Iterable[_Blob]) -> Manifest:
+    return Manifest(**_contents(key, source, placed), about=about)
+
+
+def _contents(key: CheckpointKey, source: Source, placed: Iterable[_Blob]) -> dict[str, Any]:
+    """Return the fields of `Contents`."""
     blobs: dict[str, int] = {}
     refs: list[BlobRef] = []
     of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
@@ -287,17 +293,18 @@ def _manifest(key: CheckpointKey, source: Source, about: About, placed: Iterable
             refs.append(BlobRef(path=path, size_bytes=place.size_bytes))
         chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
         of_file.setdefault(piece.file, []).append((piece.offset, chunk))
-    return Manifest(
-        experiment=key.trial.experiment,
-        generation=key.trial.generation,
-        trial=key.trial.trial,
-        step=key.step,
-        sequence=key.sequence,
-        about=about,
-        blobs=tuple(refs),
-        files=tuple(_file(file, of_file.get(index, [])) for index, file in enumerate(source.files)),
-        empty_directories=tuple(source.empty_directories),
-    )
+    files = tuple(_file(file, of_file.get(index, [])) for index, file in enumerate(source.files))
+    return {
+        **names_of(key),
+        "blobs": tuple(refs),
+        "files": files,
+        "empty_directories": tuple(source.empty_directories),
+    }
+
+
+def names_of(key: CheckpointKey) -> dict[str, Any]:
+    """Return the fields of `Contents` that name the checkpoint."""
+    return {**key.trial.model_dump(), "step": key.step, "sequence": key.sequence}
 
 
 def _file(file: FileStat, chunks: Iterable[tuple[int, ChunkRef]]) -> FileRef:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from prefect_tune.core.checkpoints.commit import Reusable, require_stored, sent
-from prefect_tune.core.checkpoints.manifest import About, BlobRef, ChunkRef, Contents, FileRef, Manifest, Source
+from prefect_tune.core.checkpoints.commit import Reusable, names_of, require_stored, sent
+from prefect_tune.core.checkpoints.manifest import BlobRef, ChunkRef, Contents, FileRef, Manifest, Source
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, ObjectNotFound, PartMissing
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
@@ -69,34 +69,18 @@ def send_part(  # noqa: PLR0913 - as `commit`, and whose part it is
         StoreUnavailable, CommitUnknown: the next try reuses what was sent.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    nodes, node, term = of
-    about = About(attempt=nodes.attempt, term=term, write_id="", created_at="")
-    contents = sent(store, key, source, about, reuse, side_by_side)
-    fields = {name: getattr(contents, name) for name in Contents.model_fields}
-    _create(store, key, StoredPart(**fields, term=term, attempt=nodes.attempt, node=node), nodes)
+    _create(store, key, of, sent(store, key, source, reuse, side_by_side))
 
 
 def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], why: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises as `send_part`."""
+    _create(store, key, of, {**names_of(key), "blobs": (), "files": (), "failed": why})
+
+
+def _create(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], fields: Mapping[str, Any]) -> None:
     nodes, node, term = of
-    failed = StoredPart(
-        experiment=key.trial.experiment,
-        generation=key.trial.generation,
-        trial=key.trial.trial,
-        step=key.step,
-        sequence=key.sequence,
-        blobs=(),
-        files=(),
-        term=term,
-        attempt=nodes.attempt,
-        node=node,
-        failed=why,
-    )
-    _create(store, key, failed, nodes)
-
-
-def _create(store: ObjectStore, key: CheckpointKey, part: StoredPart, nodes: NodesKey) -> None:
-    create_or_recognize(store, nodes.part_path(key, part.node), seal(part))
+    part = StoredPart(**fields, term=term, attempt=nodes.attempt, node=node)
+    create_or_recognize(store, nodes.part_path(key, node), seal(part))
 
 
 def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> Manifest:
@@ -157,7 +141,7 @@ def _joined(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
                     "rank, or put pt.get_trial().rank into the name"
                 )
     try:
-        whole = manifest.model_dump() | {
+        whole = dict(manifest) | {  # without a copy of all that is in it
             "blobs": tuple(blobs),
             "files": tuple(files[path][1] for path in sorted(files)),
             "empty_directories": tuple(sorted(each for each in empty if not _is_filled(each, files))),

@@ -33,7 +33,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.models import Message, Value, canonical_json
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, number_in, numbered
+from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "RankGone",
     "SendPart",
     "ToRank",
-    "has_begun",
     "newest_attempt",
     "node_messages_up_to",
     "read_messages",
@@ -188,12 +187,6 @@ def newest_attempt(store: ObjectStore, trial: TrialKey, at_least: int) -> NodesK
     attempts = {NodesKey.from_path(trial, each.path) for each in store.list(trial.nodes)}
     found = [each for each in attempts if each is not None and each.attempt >= at_least]
     return max(found, key=lambda each: each.attempt, default=None)
-
-
-def has_begun(store: ObjectStore, key: NodesKey, node: int) -> bool:
-    """Return whether a node has written messages."""
-    folder = key.messages(node)
-    return any(number_in(folder, each.path) is not None for each in store.list(folder))
 
 
 def node_messages_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
