@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prefect_tune as pt
@@ -28,7 +29,9 @@ class Digits(pt.Trainable):
         self.images = torch.tensor(images / 16, dtype=torch.float32, device=self.device)
         self.labels = torch.tensor(labels, device=self.device)
         self.model = nn.Sequential(nn.Linear(64, config["width"]), nn.ReLU(), nn.Linear(config["width"], 10))
-        fully_shard(self.model.to(self.device))
+        # Without a mesh, FSDP takes GPUs where there is any, though there may be fewer than ranks.
+        mesh = init_device_mesh(self.device.type, (trial.world_size,))
+        fully_shard(self.model.to(self.device), mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config["lr"])
 
     def step(self) -> dict[str, float]:

@@ -202,21 +202,27 @@ class CheckpointReader(StorageReader):
         checkpoint: a directory of this machine, or a `pt.Checkpoint`, such as `results.best_checkpoint()`.
 
     Raises:
-        CheckpointCorrupt: `dcp.load` found no metadata, or none that fits its files.
+        CheckpointCorrupt: there is no metadata, or none that fits its files.
     """
 
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
+        # Not in `read_metadata`: `dcp.load` of PyTorch 2.11 says of its errors only "metadata is None".
+        self._metadata = self._read_metadata()
         self._places: Mapping[MetadataIndex, _Bytes] = {}
         self._dtypes: Mapping[str, torch.dtype] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
         if checkpoint_id:
             self._checkpoint = str(checkpoint_id)
+            self._metadata = self._read_metadata()
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         del args
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         try:
             with self._open(_METADATA) as file:
                 document = _Document.model_validate_json(file.read())
