@@ -87,8 +87,13 @@ def _read(store: PosixStore, key: JournalKey) -> tuple[Experiment, Sequence[Entr
     experiment = journal.load(store, key, side_by_side=map)
     entries = journal.history(store, key, side_by_side=map)
     last = max(datetime.fromisoformat(each.at) for each in entries)
-    live = live_status_of(store, experiment)
+    # Of a killed search the live status tells what became of running trials; while none ran, its entries tell all.
+    live = live_status_of(store, experiment) if _is_running(experiment) else None
     return experiment, entries, max(datetime.fromisoformat(live.at), last) if live else last
+
+
+def _is_running(experiment: Experiment) -> bool:
+    return any(each.status is Status.RUNNING for each in experiment.trials.values())
 
 
 def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) -> int:
@@ -99,8 +104,7 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
     if any(each.slots is None for each in cost.runs) or len(runs) != len(cost.runs):
         return 0
     killed = {each.term for each in entries for event in each.events if event.type == "adopted" and event.seen_at}
-    is_running = any(each.status is Status.RUNNING for each in experiment.trials.values())
-    _require_sum(cost, runs, said, unseen=HEARTBEAT * (len(killed) + is_running))
+    _require_sum(cost, runs, said, unseen=HEARTBEAT * (len(killed) + _is_running(experiment)))
     return len(runs)
 
 
