@@ -6,8 +6,9 @@ import pytest
 
 from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events import Adopted, Event, Finished, Started, StopAsked, TrialAdded
+from prefect_tune.executors.trial_slots import Slots
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.tuner.run_search import log_finished, warn_of_takeover
+from prefect_tune.tuner.run_search import log_finished, log_opening, warn_of_takeover
 from tests.core.histories import opened, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -48,3 +49,19 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
     log_finished(plan, found, ended, log_to(recorder))
     assert len(recorder.lines) == lines
+
+
+@pytest.mark.parametrize(
+    ("processes", "cpu_count", "said"),
+    [
+        (1, 2, "slots: 2 trials at once on this machine"),
+        (2, 4, "slots: 2 trials at once on this machine, each of 2 processes"),
+        (2, None, "slots: 2 trials at once on this machine, each of 2 processes"),
+        (4, 2, "slots: 2 trials at once on this machine, each of 4 processes; 8 processes share 2 processors"),
+    ],
+)
+def test_processes_that_share_processors_are_named(processes: int, cpu_count: int | None, said: str) -> None:
+    store, recorder = MemoryStore(), LogRecorder()
+    plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
+    log_opening(plan, opened(store), Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    assert said in recorder.lines

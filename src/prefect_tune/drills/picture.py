@@ -49,8 +49,9 @@ def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, k
             report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
     console.print("" if console.is_terminal else "\n", f"  {legend_of(tracks)}\n", sep="\n")
     first, *others = map(visible, report.lines())
-    mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
-    console.print(Text.assemble(mark, first))
+    found = Table.grid(padding=(0, 1, 0, 0))
+    found.add_row(Text("  ✓", "bold green") if report.is_exact else Text("  ✗", "bold red"), Text(first))
+    console.print(found)
     for line in others:
         console.print(Padding(Text(line.strip()), (0, 0, 0, 4), expand=False))
     if keep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in
 from prefect_tune.core.errors import InvalidInput
@@ -24,6 +24,8 @@ class Slots:
     count: int
     environments: Sequence[Mapping[str, str]] = ()
     """The environment variables of each slot, such as its GPUs; empty if trials inherit those of this process."""
+    cpu_count: int | None = None
+    """The processors that all slots share; None if that is not known here."""
 
 
 def slots_elsewhere(plan: SearchPlan) -> Slots:
@@ -42,8 +44,11 @@ def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
         InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
     """
     limits = [each for each in (plan.max_concurrent_trials, max_workers) if each is not None]
-    bound, needed = min(limits, default=None), plan.resources
-    if needed is None:
+    return replace(_slots_here(plan, min(limits, default=None)), cpu_count=cpu_count_here())
+
+
+def _slots_here(plan: SearchPlan, bound: int | None) -> Slots:
+    if (needed := plan.resources) is None:
         return _equal_slots(cpu_count_here(), bound, plan)
     if needed.gpu and plan.isolation == "thread":
         raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")

@@ -147,7 +147,17 @@ def _lines(plan: SearchPlan, found: Experiment, slots: Slots, where: str) -> Ite
     yield f"scheduler: {scheduler}; {_objective(plan.objective)}"
     needed = plan.resources_per_trial
     each = f", each with {format_value(needed)}" if needed else ""
-    yield f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}"
+    yield f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}{_of_processes(plan, slots)}"
+
+
+def _of_processes(plan: SearchPlan, slots: Slots) -> str:
+    """Return of how many processes each trial is, and whether there are as many processors."""
+    if (each := plan.processes_per_trial) == 1:
+        return ""
+    count = slots.count * each
+    are_few = slots.cpu_count is not None and count > slots.cpu_count
+    share = f"; {count} processes share {plural(slots.cpu_count or 0, 'processor', 'processors')}" if are_few else ""
+    return f", each of {each} processes{share}"
 
 
 def _found(found: Experiment, objective: Objective | None) -> str:

@@ -285,6 +285,8 @@ class Slow(Counting):
     def step(self) -> Mapping[str, Any]:
         self.count += 1
         time.sleep(0.05)
+        while self.count == 20 and not Path(self.config["looked_after"]).exists():
+            time.sleep(0.05)
         return {"loss": self.config["x"] / self.count}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -295,11 +297,14 @@ class Slow(Counting):
 @pytest.mark.deep
 def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_deleted(tmp_path: Path) -> None:
     target, reports, over = tmp_path / "target", list[MaintenanceReport](), threading.Event()
+    twice = tmp_path / "looked-after-twice"
 
     def looks_after() -> None:
         while not over.is_set():
             if (target / "running" / "1" / "journal").is_dir():
                 reports.append(maintain(str(target), verify="all", retention=pt.Retention(last=1)))
+            if len(reports) > 1:
+                twice.touch()
             over.wait(0.2)
 
     beside = threading.Thread(target=_or_kept(looks_after, errors := []))
@@ -307,7 +312,7 @@ def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_delet
     try:
         results = pt.tune(
             Slow,
-            {"x": pt.grid_search([1.0, 2.0])},
+            {"x": pt.grid_search([1.0, 2.0]), "looked_after": str(twice)},
             target=str(target),
             experiment="running",
             metric="loss",
