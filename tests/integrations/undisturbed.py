@@ -55,7 +55,7 @@ class Undisturbed:
         return directory
 
     def info(self) -> TrialInfo:
-        return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, self)
+        return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, 0, 1, 0, self)
 
 
 def train(trainable: Any, session: Undisturbed) -> None:
