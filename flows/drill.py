@@ -33,6 +33,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
     seed: int = 0,
     save_every: int | None = None,
     hours_between_failures: float = 24.0,
+    processes_per_trial: int = 1,
     keep: bool = False,
 ) -> DrillReport:
     """Train a trainable undisturbed, and again with kills and resumes, and compare the two runs, bit for bit.
@@ -50,12 +51,13 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
             temporary folder.
         steps: how many steps each run trains.
         kills: how many times the second run is killed by SIGKILL, after steps that `seed` draws: the trial, the
-            process of the search, and that process in the middle of an upload, in turn.
+            process of the search, that process in the middle of an upload, and of several ranks another one, in turn.
         at: kill after these steps instead.
         seed: of the draws.
         save_every: the steps between two saves of a class; a function saves when it reports a checkpoint. Default: a
             quarter of `steps`.
         hours_between_failures: the mean time between failures, for the advice on how often to save.
+        processes_per_trial: how many processes train together, as in `pt.durable_trainable`.
         keep: whether the runs' experiments stay on the target.
 
     Returns:
@@ -76,6 +78,7 @@ def drill(  # noqa: PLR0913 - a form: what is trained, where it is killed, and w
         at=at or (),
         seed=seed,
         hours_between_failures=hours_between_failures,
+        processes=processes_per_trial,
     )
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")

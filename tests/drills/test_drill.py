@@ -142,6 +142,7 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
         assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
         assert all(0 < step < 12 for step, _ in drawn)
         assert sorted(victim for _, victim in drawn) == ["search", "search", "trial", "trial", "upload", "upload"]
+        assert "rank" in dict(map(reversed, kills_of(12, 1, (), seed, processes=2)))
     assert [step for step, _ in kills_of(12, 3, (7, 3), 0)] == [3, 7]
 
 
@@ -154,6 +155,7 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
         ({"kills": 12}, "kills: expected a number from 1 to 11, one less than steps, found 12"),
         ({"at": (3, 12)}, "at: expected steps from 1 to 11, since a run of 12 steps ends then, found 12"),
         ({"save_every": 13}, "save_every: expected a number of steps from 1 to 12, found 13"),
+        ({"processes": 0}, "processes_per_trial: expected a number from 1 to 1024, found 0"),
         ({"config": {"f": object()}}, "config"),
     ],
 )
@@ -188,7 +190,7 @@ def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
 ) -> None:
     for name, value in RunPlan("tests.trainables.numpy_mlp:NumpyMlp", str(tmp_path)).in_environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(probe, "get_trial", lambda: SimpleNamespace(step=0, attempt=1))
+    monkeypatch.setattr(probe, "get_trial", lambda: SimpleNamespace(step=0, attempt=1, rank=0))
     monkeypatch.setitem(vars(probe), "Probed", kind := cast(type[Any], probe.__getattr__("Probed")))
     made, plain = kind(), NumpyMlp()
     for each in (made, plain):

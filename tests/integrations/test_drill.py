@@ -57,6 +57,14 @@ def test_what_it_forgets_is_named(
     assert first.name.removeprefix("made.").startswith(name)
 
 
+def test_the_example_with_ddp_is_exact_whichever_rank_is_killed(prefect_server: str, tmp_path: Path) -> None:
+    config, kills = {"lr": 0.1, "width": 16}, ((2, "rank"), (4, "trial"))
+    plan = DrillPlan("examples.torch_ddp_digits:Digits", config, 6, 2, kills, processes=2)
+    found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
+    assert found.is_exact, list(found.lines())
+    assert [each.victim for each in found.kills] == ["rank", "trial"]
+
+
 # ------------------------------------------------------------------------------------------------------------- GPUs
 
 

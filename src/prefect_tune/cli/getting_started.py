@@ -84,6 +84,9 @@ def drill(
     save_every: Annotated[
         int | None, asks("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1)
     ] = None,
+    processes_per_trial: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Processes that train together: DDP, FSDP.")
+    ] = 1,
     failure_hours: Annotated[
         float, typer.Option(metavar="HOURS", help="Mean time between failures, for the advice on saving.")
     ] = 24.0,
@@ -111,6 +114,7 @@ def drill(
         at=steps_at,
         seed=seed,
         hours_between_failures=failure_hours,
+        processes=processes_per_trial,
     )
     _drilled(plan, target, keep=keep, as_json=as_json)
 

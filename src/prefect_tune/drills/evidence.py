@@ -126,9 +126,12 @@ def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
     """Yield the kills that were made, each with what followed it."""
     trained = [each for each in records if not each.is_restored]
     for victim, at in plan.kills_made():
-        step = next((each.step for each in reversed(trained) if each.at <= at), 0)
-        after = next((each for each in trained if each.at > at), None)
-        if after is not None:
+        last = next((each for each in reversed(trained) if each.at <= at), None)
+        killed = 1 if last is None else last.attempt
+        # After the death of another rank, rank 0 may train on until it is ended.
+        place = next((place for place, each in enumerate(trained) if each.at > at and each.attempt > killed), None)
+        if place is not None:
+            after, step = trained[place], trained[place - 1].step if place else 0
             yield Kill(victim, step, after.step - 1, after.at - at)
 
 

@@ -16,7 +16,12 @@ from prefect_tune.drills.plan import DrillPlan
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
 _SHOWN, _SHOWN_LEFT_OUT = 8, 2
-_WHO = {"trial": "the trial", "search": "the search", "upload": "the search, in an upload"}
+_WHO = {
+    "trial": "the trial",
+    "rank": "another rank",
+    "search": "the search",
+    "upload": "the search, in an upload",
+}
 
 
 class Runs(NamedTuple):

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.drills.probe import Victim
 from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.search_plan import MOST_PROCESSES
 
 _VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
+_OF_SEVERAL_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,13 @@ class DrillPlan:
     """In steps, for a class; a function saves when it reports a checkpoint."""
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
+    processes: int = 1
+    """How many train the trial together."""
 
 
-def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tuple[int, Victim], ...]:
+def kills_of(
+    steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1
+) -> tuple[tuple[int, Victim], ...]:
     """Return after which step a drill kills, and what: at these steps, or at `count` steps drawn by `seed`.
 
     Raises:
@@ -42,7 +48,8 @@ def kills_of(steps: int, count: int, at: Sequence[int], seed: int) -> tuple[tupl
             f"at: expected steps from 1 to {steps - 1}, since a run of {steps} steps ends then, found {wrong[0]}"
         )
     chosen = sorted(set(at)) or sorted(drawn.sample(range(1, steps), count))
-    victims = [_VICTIMS[index % len(_VICTIMS)] for index in range(len(chosen))]
+    kinds = _VICTIMS if processes == 1 else _OF_SEVERAL_RANKS
+    victims = [kinds[index % len(kinds)] for index in range(len(chosen))]
     drawn.shuffle(victims)
     return tuple(zip(chosen, victims, strict=True))
 
@@ -57,6 +64,7 @@ def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
     at: Sequence[int] = (),
     seed: int = 0,
     hours_between_failures: float = 24.0,
+    processes: int = 1,
 ) -> DrillPlan:
     """Return the plan of a drill.
 
@@ -73,5 +81,7 @@ def drill_plan(  # noqa: PLR0913 - the options of the command and of the flow
         raise InvalidInput(
             f"hours_between_failures: expected a positive number of hours, found {hours_between_failures}"
         )
-    chosen, every = kills_of(steps, kills, at, seed), save_every or max(1, steps // 4)
-    return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures)
+    if not 1 <= processes <= MOST_PROCESSES:
+        raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, found {processes}")
+    chosen, every = kills_of(steps, kills, at, seed, processes), save_every or max(1, steps // 4)
+    return DrillPlan(trainable, storable_config(config), steps, every, chosen, hours_between_failures, processes)

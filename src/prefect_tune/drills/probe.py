@@ -27,12 +27,14 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
 from prefect_tune.drills.file_contents import as_array, flat_values
+from prefect_tune.runtime.group_session import FollowingSession
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
 
-Victim: TypeAlias = Literal["trial", "search", "upload"]
-"""What a kill ends: the trial's process; the process of the search; that process in the middle of an upload."""
+Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]
+"""What a kill ends: the trial's process, which is rank 0 of several; another rank; the process of the search; that
+process in the middle of an upload."""
 
 _PLAN = "PREFECT_TUNE_DRILL"
 _MOST_VALUES = 4000
@@ -148,8 +150,9 @@ def _of_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., o
 
     @functools.wraps(train)
     def run(config: dict[str, Any]) -> object:
-        for name in ("report", "report_step"):  # in this process, which ends with the trial
-            setattr(TrialSession, name, probed(getattr(TrialSession, name)))
+        for kind in (TrialSession, FollowingSession):  # in this process, which ends with the trial
+            for name in ("report", "report_step"):
+                setattr(kind, name, probed(vars(kind)[name]))
         probe.begins()
         return train(config)
 
@@ -163,7 +166,7 @@ def _frame_of(code: object, frame: FrameType | None) -> FrameType | None:
 
 
 class _Probe:
-    """Records the steps of one attempt."""
+    """Records the steps of one attempt, those of rank 0, and kills its process when planned."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -175,12 +178,15 @@ class _Probe:
         """A step begins, and with it a kill that is due after the step before it: that one was reported and saved."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
-        number = self._plan.is_due(self._step, "trial", "search")
-        if number is not None:
-            is_trial = self._plan.kills[number][1] == "trial"
-            self._plan.kill(number, os.getpid() if is_trial else self._plan.search)
-            if not is_trial:
-                time.sleep(600)  # this process ends with its search
+        trial = get_trial()
+        victims: tuple[Victim, ...] = ("rank",) if trial.rank else ("trial", "search")
+        number = self._plan.is_due(self._step, *victims)
+        if number is None or (trial.rank and trial.rank != 1 + number % (trial.world_size - 1)):
+            return
+        is_search = self._plan.kills[number][1] == "search"
+        self._plan.kill(number, self._plan.search if is_search else os.getpid())
+        if is_search:
+            time.sleep(600)  # this process ends with its search
 
     def ends(self) -> None:
         """A step is trained."""
@@ -188,10 +194,12 @@ class _Probe:
 
     def record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
         """Write a line: the state after this step, or after the checkpoint of this step was loaded."""
-        self._step = step
+        self._step, trial = step, get_trial()
+        if trial.rank:
+            return
         line = {
             "step": step,
-            "attempt": get_trial().attempt,
+            "attempt": trial.attempt,
             "restored": is_restored,
             "at": self._ended,
             "seconds": self._ended - self._began,

@@ -153,6 +153,7 @@ class Drill:
             "config": dict(self.plan.config),
             "steps": self.plan.steps,
             "save_every": self.plan.save_every,
+            "processes": self.plan.processes,
         }
         with (
             log.open("ab") as output,

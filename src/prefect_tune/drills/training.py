@@ -85,6 +85,7 @@ def main() -> None:
                 stop={"step": options["steps"]},
                 checkpoint=pt.Cadence(every_steps=options["save_every"], every_seconds=None),
                 failures=pt.FailurePolicy(max_machine_failures=len(plan.kills) + 1),
+                processes_per_trial=options["processes"],
             )
     except pt.TuneError as error:
         sys.exit(str(error))  # the log has the rest
