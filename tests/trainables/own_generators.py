@@ -42,6 +42,6 @@ def own_generators(config: Mapping[str, Any]) -> None:
             trained.load_checkpoint(directory)
     while True:
         metrics = trained.step()
-        directory = pt.get_trial().new_checkpoint_dir()
-        trained.save_checkpoint(str(directory))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory))
+        new = pt.get_trial().new_checkpoint_dir()
+        trained.save_checkpoint(str(new))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(new))
