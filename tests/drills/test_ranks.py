@@ -13,7 +13,7 @@ from prefect_tune.drills.probe import Victim
 from prefect_tune.drills.run_drill import environment_with_api, run_drill
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
-MODULE = "tests.trainables.own_generators"
+MODULE = "tests.drills.own_generators"
 
 
 def drilled(
