@@ -126,8 +126,7 @@ def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
     """Yield the kills that were made, each with what followed it."""
     trained = [each for each in records if not each.is_restored]
     for victim, at in plan.kills_made():
-        last = next((each for each in reversed(trained) if each.at <= at), None)
-        killed = 1 if last is None else last.attempt
+        killed = next((each.attempt for each in reversed(trained) if each.at <= at), 1)
         # After the death of another rank, rank 0 may train on until it is ended.
         place = next((place for place, each in enumerate(trained) if each.at > at and each.attempt > killed), None)
         if place is not None:

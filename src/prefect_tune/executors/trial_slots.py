@@ -44,12 +44,13 @@ def slots_here(plan: SearchPlan, max_workers: int | None = None) -> Slots:
         InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
     """
     limits = [each for each in (plan.max_concurrent_trials, max_workers) if each is not None]
-    return replace(_slots_here(plan, min(limits, default=None)), cpu_count=cpu_count_here())
+    cpu_count = cpu_count_here()
+    return replace(_slots_here(plan, min(limits, default=None), cpu_count), cpu_count=cpu_count)
 
 
-def _slots_here(plan: SearchPlan, bound: int | None) -> Slots:
+def _slots_here(plan: SearchPlan, bound: int | None, cpu_count: int) -> Slots:
     if (needed := plan.resources) is None:
-        return _equal_slots(cpu_count_here(), bound, plan)
+        return _equal_slots(cpu_count, bound, plan)
     if needed.gpu and plan.isolation == "thread":
         raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
     slots = slots_on(_machine(plan.resources_total), needed, bound)
