@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
+from tests.drills.class_as_function import as_function
 
 
 class OwnGenerators(pt.Trainable):
@@ -33,15 +34,4 @@ class OwnGenerators(pt.Trainable):
             self.random.setstate((version, tuple(numbers), gauss))
 
 
-def own_generators(config: Mapping[str, Any]) -> None:
-    """Train the same as a function."""
-    trained = OwnGenerators()
-    trained.setup(config)
-    if checkpoint := pt.get_checkpoint():
-        with checkpoint.as_directory() as directory:
-            trained.load_checkpoint(directory)
-    while True:
-        metrics = trained.step()
-        new = pt.get_trial().new_checkpoint_dir()
-        trained.save_checkpoint(str(new))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(new))
+own_generators = as_function(OwnGenerators)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import prefect_tune as pt
+from tests.drills.class_as_function import as_function
 
 
 class Whole(pt.Trainable):
@@ -92,15 +93,4 @@ class Whole(pt.Trainable):
         self.steps = plain.get("steps", self.steps)
 
 
-def train(config: dict[str, Any]) -> None:
-    """Train as a function does."""
-    made = Whole()
-    made.setup(config)
-    if (checkpoint := pt.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as directory:
-            made.load_checkpoint(directory)
-    while True:
-        metrics = made.step()
-        folder = pt.get_trial().new_checkpoint_dir()
-        made.save_checkpoint(str(folder))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(folder))
+train = as_function(Whole)
