@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import groupby
@@ -210,8 +210,6 @@ class CheckpointReader(StorageReader):
         self._checkpoint = checkpoint
         # Not in `read_metadata`: `dcp.load` of PyTorch 2.11 says of its errors only "metadata is None".
         self._metadata = self._read_metadata()
-        self._places: Mapping[MetadataIndex, _Bytes] = {}
-        self._dtypes: Mapping[str, torch.dtype] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
         if checkpoint_id:
@@ -237,13 +235,7 @@ class CheckpointReader(StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        del is_coordinator, args, kwargs
-        self._places = metadata.storage_data
-        self._dtypes = {
-            name: stored.properties.dtype
-            for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
+        del metadata, is_coordinator, args, kwargs  # the metadata is what `read_metadata` has returned
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -257,7 +249,7 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointCorrupt: a file is shorter than the metadata has it, or a value is a pickle that may run code.
         """
-        wanted = [(self._places[item.storage_index], item) for item in plan.items]
+        wanted = [(self._metadata.storage_data[item.storage_index], item) for item in plan.items]
         wanted.sort(key=lambda each: (each[0].file, each[0].start))
         for name, group in groupby(wanted, key=lambda each: each[0].file):
             with self._open(name) as file:
@@ -271,9 +263,8 @@ class CheckpointReader(StorageReader):
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, _harmless(item.storage_index.fqn, _read(file, place.start, place.length)))
             return
-        tensor = _rows(
-            file, cast("_Chunk", place), self._dtypes[item.storage_index.fqn], item.storage_offsets, item.lengths
-        )
+        stored = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[item.storage_index.fqn])
+        tensor = _rows(file, cast("_Chunk", place), stored.properties.dtype, item.storage_offsets, item.lengths)
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
