@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pyarrow.fs as arrow
+from pyarrow import PythonFile
 
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -332,4 +334,14 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
         filesystem = fsspec.filesystem(scheme, **(options or {}))
     except Exception as error:  # fsspec's clients have no common class of errors
         raise as_arrow_error(error, f"opening {scheme}://") from error
-    return ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(filesystem)), root, makes_root=True)
+    handler = _MemoryHandler(filesystem) if scheme == "memory" else arrow.FSSpecHandler(filesystem)
+    return ArrowStore(arrow.PyFileSystem(handler), root, makes_root=True)
+
+
+class _MemoryHandler(arrow.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
+    """Each reader gets a file of its own: fsspec's memory gives all threads one, with one position."""
+
+    def open_input_file(self, path: str) -> PythonFile:
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        return PythonFile(io.BytesIO(self.fs.store[path].getvalue()), mode="r")

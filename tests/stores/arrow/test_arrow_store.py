@@ -125,6 +125,15 @@ def test_a_write_that_fails_half_way_leaves_no_object_and_no_hidden_file() -> No
     assert memory.find("/root") == []
 
 
+def test_each_reader_of_memory_has_its_own_position() -> None:
+    store = open_fsspec("memory", "/positions")
+    store.create("a", b"0123456789")
+    beside = MemoryFileSystem().open("/positions/a")
+    beside.read(5)
+    assert bytes(store.read("a")) == b"0123456789"
+    assert beside.read() == b"56789"
+
+
 def test_deleting_a_name_with_wildcards_spares_what_would_match() -> None:
     store = open_fsspec("memory", "/wildcards")
     for name in ("a?", "ab", "a*", "axx"):
