@@ -23,7 +23,7 @@ from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.journal_events import Entry, Opened, Reported, Started
 from prefect_tune.core.messages.live_status import LiveStatus, newest_live_status
 from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
+from prefect_tune.core.messages.remote_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.remote_link import PoolSharing, StoreLink

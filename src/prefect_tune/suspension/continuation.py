@@ -8,7 +8,7 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
+from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Cloned, Event, Finished, Requeued

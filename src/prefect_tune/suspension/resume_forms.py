@@ -23,7 +23,7 @@ from pydantic import Field, create_model
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import (
+from prefect_tune.core.experiment.resume_choice import (
     ResumeChoice,
     ResumeLimits,
     choice_of,

@@ -18,7 +18,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import deployment_of_run
 from prefect_tune.core.errors import InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
+from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
@@ -29,7 +29,6 @@ from prefect_tune.journal_access import new_write_id, no_experiment_at, read_jou
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
-from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.resume_forms import (
     HOW_TO_CONTINUE,
     InputForm,
@@ -43,6 +42,7 @@ from prefect_tune.suspension.resume_forms import (
     new_answers,
     pause_with,
 )
+from prefect_tune.suspension.takeover_guard import owner_after
 from prefect_tune.tasks.experiment_state import restore_experiment_state
 
 # Ask a trial's question in the terminal of the script that started the search.

@@ -25,6 +25,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
+from prefect_tune.core.messages.remote_replies import UNASKED, answer
 from prefect_tune.core.messages.stop_requests import (
     StopRequest,
     ask,
@@ -34,7 +35,6 @@ from prefect_tune.core.messages.stop_requests import (
     read_request,
     stop_event,
 )
-from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
 from prefect_tune.core.storage.object_store import ObjectStore

@@ -21,7 +21,7 @@ from prefect_tune.core.journal_events import (
     Retired,
 )
 from prefect_tune.core.messages.process_messages import Proceed
-from prefect_tune.core.messages.trial_replies import answer
+from prefect_tune.core.messages.remote_replies import answer
 from prefect_tune.core.operations import checkpoint_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune

@@ -11,7 +11,7 @@ from prefect.exceptions import Pause
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import ResumeChoice, ResumeLimits
+from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey

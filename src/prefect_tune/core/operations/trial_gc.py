@@ -30,7 +30,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, 
 from prefect_tune.core.journal.journal import append_as_guest, load
 from prefect_tune.core.journal_events import Claim, Retired
 from prefect_tune.core.messages.node_messages import node_messages_up_to
-from prefect_tune.core.messages.trial_replies import answers_up_to
+from prefect_tune.core.messages.remote_replies import answers_up_to
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
 from prefect_tune.core.operations.clone import claims_over, clear, settle

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.resume_options import (
+from prefect_tune.core.experiment.resume_choice import (
     ResumeChoice,
     ResumeLimits,
     choice_of,
