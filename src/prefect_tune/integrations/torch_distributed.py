@@ -124,7 +124,16 @@ class CheckpointWriter(StorageWriter):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        del is_coordinator, args, kwargs
+        """Refuse what makes no checkpoint of all ranks.
+
+        Raises:
+            InvalidInput: `use_collectives=False`, with which each rank writes metadata of its own part only.
+        """
+        del is_coordinator, args
+        if not kwargs.get("use_collectives", True):
+            raise InvalidInput(
+                "CheckpointWriter: expected use_collectives=True, found False: no rank would know what the others wrote"
+            )
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -50,9 +51,30 @@ def zeroed(state: Any) -> Any:
 
 
 def save(folder: Path) -> None:
+    dcp.save(of_ranks(), storage_writer=CheckpointWriter(_directory_in(folder)))
+
+
+def save_in_thread(folder: Path) -> None:
+    _save_beside(folder, AsyncCheckpointerType.THREAD)
+
+
+def save_in_process(folder: Path) -> None:
+    _save_beside(folder, AsyncCheckpointerType.PROCESS)
+
+
+def _save_beside(folder: Path, kind: AsyncCheckpointerType) -> None:
+    """Save with `dcp.async_save`, and change the state while it is written."""
+    state = of_ranks()
+    writer = CheckpointWriter(_directory_in(folder))
+    saved = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+    state["rows"].mul_(0)
+    saved.result()
+
+
+def _directory_in(folder: Path) -> Path:
     directory = folder / f"rank-{distributed.get_rank()}"
     directory.mkdir()
-    dcp.save(of_ranks(), storage_writer=CheckpointWriter(directory))
+    return directory
 
 
 def load(folder: Path) -> None:

@@ -49,11 +49,35 @@ def test_any_number_of_ranks_loads_what_another_number_saved(ranks: int, tmp_pat
     from tests.integrations.ranks.saving import load, on_ranks, save
 
     on_ranks(ranks, save, tmp_path)
-    first, *others = [tmp_path / f"rank-{rank}" for rank in range(ranks)]
-    merge(first, dict(enumerate(others, 1)))
-    merge(tmp_path, {0: first})
+    merged(tmp_path, ranks)
     for readers in (1, 2, 3, 4):
         on_ranks(readers, load, tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["thread", "process"])
+def test_an_asynchronous_save_holds_the_state_of_its_call(beside: str, tmp_path: Path) -> None:
+    from tests.integrations.ranks import saving
+
+    saving.on_ranks(2, getattr(saving, f"save_in_{beside}"), tmp_path)
+    merged(tmp_path, 2)
+    saving.on_ranks(2, saving.load, tmp_path)
+
+
+def merged(folder: Path, ranks: int) -> None:
+    """Merge the directories of all ranks into `folder`, as the supervisor of a trial does."""
+    first, *others = [folder / f"rank-{rank}" for rank in range(ranks)]
+    merge(first, dict(enumerate(others, 1)))
+    merge(folder, {0: first})
+
+
+def test_a_save_in_which_no_rank_knows_of_the_others_is_refused(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from prefect_tune.integrations.torch_distributed import CheckpointWriter
+
+    with pytest.raises(pt.InvalidInput, match="expected use_collectives=True"):
+        dcp.save({"a": 1}, storage_writer=CheckpointWriter(tmp_path), no_dist=True, use_collectives=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_checkpoint(saved: Path) -> None:
