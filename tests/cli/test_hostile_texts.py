@@ -51,7 +51,7 @@ CALLS = {
 }
 SHOW_NO_TEXT_OF_A_TARGET = {"demo", "drill", "blocks", "run", "deploy"}
 SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
-"""Of a flow: see `tests/suspension/test_hostile_texts.py` and `tests/core/test_visible_texts.py`."""
+"""Of a flow: see `tests/suspension/test_hostile_texts.py`."""
 
 
 @pytest.fixture

@@ -365,6 +365,20 @@ def test_a_single_row_says_it_all() -> None:
     assert "| trial | status | step | loss | x | trained | checkpoint |" in markdown(search.report_input())
 
 
+def test_the_page_says_how_long_it_took_and_names_each_constant_once() -> None:
+    search = JournalBuilder(settings={"metric": "loss", "code": "7638", "only_in_code": ["stop"]})
+    for trial, rate in enumerate((0.1, 0.2)):
+        search.adds(str(trial), {"rate": rate, "width": 32})
+        search.starts(str(trial))
+        search.trains(str(trial), 1, {"loss": rate}, seconds=60)
+    page = markdown(search.report_input())
+    assert "| **elapsed** | 2 min |" in page
+    assert "The same in every trial: width 32." in page
+    assert "| width" not in page
+    assert r"| **code\_fingerprint** | 7638 |" in page
+    assert r'| **not\_stored** | `["stop"]` |' in page
+
+
 def test_a_metric_or_a_parameter_with_the_name_of_another_column_is_told_apart() -> None:
     search = JournalBuilder(settings={"metric": ["loss", "step"], "mode": "min"}, metrics=["loss"])
     for name in ("0", "1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
@@ -52,6 +53,12 @@ def status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owne
     report = StepReport(step=step, metrics={"loss": 0.5})
     trial = RunningTrial(trial="a", attempt=attempt, began_at=WRITTEN, host="h", report=report, reported_at=LATER)
     return LiveStatus(term=term, owner=owner, number=number, at=LATER, period_seconds=5, trials=(trial,))
+
+
+@pytest.mark.parametrize("seconds", [0, 24 * 3600 + 1, float("inf")])
+def test_a_period_that_no_owner_has_is_refused(seconds: float) -> None:
+    with pytest.raises(ValidationError):
+        LiveStatus(term=1, owner=OWNER, number=1, at=LATER, period_seconds=seconds, trials=())
 
 
 def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
