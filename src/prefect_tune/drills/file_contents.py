@@ -25,6 +25,8 @@ from typing import Any, Self
 _ZIP, _NPY, _PARQUET = b"PK\x03\x04", b"\x93NUMPY", b"PAR1"
 _TORCH_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 _PICKLE, _ZLIB = b"\x80", b"\x78"
+_SKOPS = "schema.json"
+"""The member of a file of skops that says what each other member is."""
 _JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _CHUNK = 1 << 20
 _SETS: Mapping[str, type[object]] = {"set": set, "frozenset": frozenset}
@@ -184,7 +186,7 @@ def _is_numeric(column: Any) -> bool:
 
 
 def _read_zip(path: Path) -> Mapping[str, Any]:
-    """Return a file of `torch.save` by tensors, one of `numpy.savez` by arrays, another archive by its members."""
+    """Return a file of `torch.save` by tensors, of `numpy.savez` by arrays, of skops by values, others by members."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         if any(name.endswith("/data.pkl") for name in names) and find_spec("torch"):
@@ -193,11 +195,30 @@ def _read_zip(path: Path) -> Mapping[str, Any]:
         if names and all(name.endswith(".npy") for name in names):
             with import_module("numpy").load(path, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
+        if _SKOPS in names:
+            return dict(flat_values(_without_ids(json.loads(archive.read(_SKOPS)), archive)))
         members = {name: archive.read(name) for name in names}
         for name in [each for each in names if each.endswith("/data.pkl")]:
             with suppress(Exception):  # it stays bytes
                 members |= {f"{name}.{key}": each for key, each in _pickled_values(members[name]).items()} | {name: b""}
         return members
+
+
+def _without_ids(node: Any, archive: zipfile.ZipFile) -> Any:
+    """Return a node of skops with the values of its file, and without ids: they differ between processes.
+
+    skops names its files by the ids of the objects, too.
+    """
+    if isinstance(node, list):
+        return [_without_ids(each, archive) for each in node]
+    if not isinstance(node, dict):
+        return node
+    found = {key: _without_ids(each, archive) for key, each in node.items() if key != "__id__"}
+    if (name := node.get("file")) in archive.namelist():
+        data = archive.read(name)
+        is_array = data.startswith(_NPY)
+        found["file"] = import_module("numpy").load(io.BytesIO(data), allow_pickle=False) if is_array else data
+    return found
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
