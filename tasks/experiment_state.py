@@ -1,50 +1,54 @@
-"""The tasks that check a target, open an experiment's journal and write its next entry, with retries and timeouts."""
+"""The tasks on an experiment: check its target, open it for a run, and write its journal, with retries and timeouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from prefect import task
-from prefect.logging import get_run_logger
 
-from prefect_tune.blocks import StorageTarget, TargetCheck
-from prefect_tune.core.errors import (
-    StoreRefused,
-    StoreUnavailable,
-)
+from prefect_tune import ownership
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
-from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    Event,
+    Finished,
+    GaveUp,
+    Owner,
+    Paused,
+    Reported,
+    TrialAdded,
+)
+from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.journal_access import Opening, append_entry, new_write_id, opened_journal
-from prefect_tune.storage_retries import CHECKING, RETRYING, skip_prefect_introspection
+from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
+from prefect_tune.parameters.forms import TargetLike
+from prefect_tune.prefect_api.task_runs import public_task
+from prefect_tune.storage_retries import CHECKING, RETRYING, RETRYING_REFUSALS, run_log, skip_prefect_introspection
 from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.task_values import (
+    End,
+    ExperimentArguments,
+    ExperimentState,
+    SyncArguments,
+    experiment_state,
+    similar_experiment,
+)
 
 _TIMEOUT = timedelta(minutes=2)
 
-
-@task(name="check-target", task_run_name="check {target.uri}", **CHECKING)
-def check_target(target: StorageTarget) -> TargetCheck:
-    """Test by writing and reading whether `target` can store checkpoints safely; an error says why not, in one line.
-
-    Raises:
-        StoreRefused: it cannot, or not with this configuration.
-        StoreUnavailable: it did not answer, and all retries failed.
-    """
-    found = target.check(timeout=timedelta(seconds=30))
-    if found.may_pass:
-        raise StoreUnavailable(found.message)
-    if not found.ok:
-        raise StoreRefused(found.message)
-    if not found.conditional_create:
-        get_run_logger().warning("%s", found.message)
-    return found
+check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECKING)(ownership.check_target)
 
 
 @task(name="restore-experiment-state", task_run_name="open {key.experiment}", **RETRYING)
-def restore_experiment_state(
+def open_experiment(
     target: StorageTarget,
     key: JournalKey,
     owner: Owner,
@@ -74,7 +78,7 @@ def restore_experiment_state(
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
-def sync_experiment_state(
+def write_stamped_entry(
     target: StorageTarget,
     experiment: Experiment,
     events: Sequence[Event],
@@ -101,7 +105,145 @@ def sync_experiment_state(
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
-    """Run `sync_experiment_state`, with a new stamp unless one is given. Raises as that task does."""
-    return sync_experiment_state(
+    """Run `write_stamped_entry`, with a new stamp unless one is given. Raises as that task does."""
+    return write_stamped_entry(
         target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_id()
     )
+
+
+# The same for a flow of one's own, whose tasks write beside each other.
+
+
+@public_task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
+    """Take an experiment over for this flow run and return its state; create it if it does not exist.
+
+    From then on the saves of every other run fail, and so do those of an earlier try of this run. A checkpoint whose
+    save was killed just before it was journaled is adopted, and trials that were running wait to be continued. The
+    first `save_checkpoint` of a flow run does the same: call this first to fence an earlier run off before the
+    training, or to see which trials have finished. To look without taking anything over, use `pt.load_results`. If the
+    experiment is new, and its name is similar to that of another one on the target, a warning in the log says so.
+
+    Args:
+        target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
+        experiment: the experiment's name on the target.
+
+    Returns:
+        ExperimentState: its trials, each with status, step, metrics and newest checkpoint.
+
+    Raises:
+        Superseded: this flow run owned the experiment, and another one has taken it over. Stop.
+        InvalidInput: an argument is invalid, or the experiment is a search.
+        ResumeFailed: it exists and cannot be read. Nothing was started.
+        StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
+        StoreRefused: the target refused, for example since credentials have expired; this is not retried.
+    """
+    asked = ExperimentArguments(**locals())
+    state = own(asked.target, asked.experiment)
+    is_new = state.term == 1 and not state.trials
+    if is_new and (hint := similar_experiment(asked.target, asked.experiment)):
+        run_log().warning("Experiment %r at %s is new%s", asked.experiment, asked.target.uri, hint)
+    return experiment_state(asked.target, state)
+
+
+@public_task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
+def sync_experiment_state(
+    *,
+    target: TargetLike,
+    experiment: str,
+    trial: str = "trial",
+    reports: Mapping[int, Mapping[str, Any]] | None = None,
+    config: Mapping[str, Any] | None = None,
+    status: End | None = None,
+    reason: str = "",
+) -> ExperimentState:
+    """Write what a checkpoint does not say into the experiment's journal: reports, a configuration, a trial's end.
+
+    All of it is one durable entry. Writing the same again writes nothing. The flow run owns the experiment from then
+    on, as with `save_checkpoint`.
+
+    Args:
+        target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
+        experiment: the experiment's name on the target; it is created if it does not exist.
+        trial: the trial's name in the experiment; it is added if it is new.
+        reports: the metrics of steps that were trained, by step, such as `{1: {"loss": 0.5}}`. Steps that the journal
+            has already are left out: all up to the newest step of this attempt. Before the attempt begins, all up to
+            the checkpoint that it continues from. `save_checkpoint` journals the step of its checkpoint itself.
+        config: the trial's configuration, for a new trial; one that exists must have the same.
+        status: how the trial ends: `completed` for good; `paused`, to be continued by a later run; `errored`. A later
+            save continues any of them. Default: it does not end.
+        reason: why it ends, as `show` prints it.
+
+    Returns:
+        ExperimentState: the state after the entry.
+
+    Raises:
+        InvalidInput: an argument is invalid, the trial has another configuration, or the experiment is a search.
+        BadMetric: a metric cannot be stored.
+        Superseded: another flow run has taken the experiment over. Stop.
+        ResumeFailed: the experiment exists and cannot be read.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
+    """
+    asked = SyncArguments(**locals())
+    return experiment_state(asked.target, trying_again(lambda: _synced(asked)))
+
+
+def _synced(asked: SyncArguments) -> Experiment:
+    state, name = own(asked.target, asked.experiment), asked.trial
+    found = state.trials.get(name)
+    _require_same_config(found, name, state, asked.config)
+    begun = _begun(found, asked)
+    ends = asked.status is not None and (bool(begun) or found is None or found.status != asked.status)
+    events = [*begun, *_ended(name, asked.status if ends else None, asked.reason)]
+    return write_if_unchanged(asked.target, state, name, events) if events else state
+
+
+def _require_same_config(
+    found: Trial | None, name: str, state: Experiment, config: Mapping[str, object] | None
+) -> None:
+    if found is not None and config is not None and config != found.config:
+        raise InvalidInput(
+            f"config: trial {name!r} of experiment {state.name!r} has {dict(found.config)}, found {dict(config)}. "
+            "Pass the same config, or choose another trial name"
+        )
+
+
+def _begun(found: Trial | None, asked: SyncArguments) -> Sequence[Event]:
+    """Return the events of the reports that are new, after those with which an attempt begins."""
+    new = _new_reports(found, asked.reports)
+    reports = [Reported(trial=asked.trial, report=each) for each in new]
+    if reports or (asked.status is not None and (found is None or found.status != asked.status)):
+        step = new[0].step if new else (found.step if found else 0)
+        return [*opening_events(found, asked.trial, step, asked.config), *reports]
+    return [TrialAdded(trial=asked.trial, config=asked.config or {})] if found is None else []
+
+
+def _new_reports(found: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
+    """Return the reports that are not in the journal yet.
+
+    A trial that is not running continues from its newest checkpoint: it trains later steps again, so their reports are
+    new. An exception is a trial that these same reports have ended: then the call is a repetition, and nothing is new.
+    """
+    if found is None:
+        return reports
+    if found.phase is Phase.RUNNING:
+        return [each for each in reports if each.step > found.step]
+    last = reports[-1] if reports else None
+    if found.phase is not Phase.PENDING and last and (last.step, last.metrics) == (found.step, found.metrics):
+        return []
+    newest = newest_checkpoint(found)
+    return [each for each in reports if each.step > (newest.step if newest else 0)]
+
+
+def _ended(name: str, status: End | None, reason: str) -> Sequence[Event]:
+    why = reason or f"its flow run said {status}"
+    match status:
+        case None:
+            return []
+        case "completed":
+            return [Finished(trial=name, reason=why, returned=True)]
+        case "paused":
+            return [Paused(trial=name, reason=why)]
+        case "errored":
+            ended = AttemptEnded(trial=name, cause=Cause.USER, message=why)
+            return [ended, GaveUp(trial=name, cause=Cause.USER, message=why)]

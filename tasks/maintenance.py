@@ -1,4 +1,4 @@
-"""The maintenance tasks of one experiment: verify, quarantine, prune and collect garbage, also while it runs."""
+"""The maintenance tasks: verify, quarantine, prune and collect the garbage of one experiment, also while it runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_of, objective_in
@@ -19,6 +20,7 @@ from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadabl
 from prefect_tune.core.notifications.prefect_events import best_checkpoints
 from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect, quarantine
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
+from prefect_tune.core.recovery import read_manifest, verify
 from prefect_tune.core.storage.generations import (
     current_journal,
     delete_objects_before,
@@ -83,6 +85,22 @@ def verify_checkpoints(
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, journal, side_by_side=transfers)
         return inspect(store, state, sample.share, limits, side_by_side=transfers)
+
+
+@task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
+def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
+    """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
+
+    Raises:
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
+        StoreUnavailable: all retries failed.
+    """
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        try:
+            verify(store, read_manifest(store, key), side_by_side=transfers)
+        except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
+            return str(damaged)
+    return ""
 
 
 @task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **RETRYING)
