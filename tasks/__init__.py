@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prefect_tune.task_values import CommittedCheckpoint, ExperimentState, RestoredCheckpoint, TrialState
 from prefect_tune.tasks.checkpoints import delete_checkpoint, restore_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import restore_experiment_state, sync_experiment_state
+from prefect_tune.tasks.experiments import restore_experiment_state, sync_experiment_state
 from prefect_tune.tasks.trials import run_trial
 
 __all__ = [

@@ -37,11 +37,11 @@ from prefect_tune.core.models import Stamp, first_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
-from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
+from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import require_possible, trial_spec
+from prefect_tune.parameters.search_limits import spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.task_runs import RUN_TRIAL, public_task, quiet_inner_tasks, run_here
@@ -59,7 +59,7 @@ from prefect_tune.tasks.checkpoints import (
     download_checkpoint,
     publish_checkpoint,
 )
-from prefect_tune.tasks.experiment_state import write_entry
+from prefect_tune.tasks.experiments import write_entry
 
 
 @task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
@@ -205,10 +205,7 @@ def run_trial(
     given.pop("config")
     asked = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial"))
     plan = SearchPlan(**given)
-    stopper = stopper_of_one_trial(plan.stopper)
-    spec = trial_spec(plan, stopper)
-    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(asked.trial), own_journal=False)
-    require_possible(spec)
+    spec, stopper = spec_of_one_trial(plan, asked.trial)
     plain = storable_config(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
     return _trained(spec, plain, stopper)

@@ -13,7 +13,7 @@ from prefect.states import Failed
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
 from prefect_tune.storage_retries import is_transient, is_unavailable, retrying_refusals, with_retries
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, publish_checkpoint
-from prefect_tune.tasks.experiment_state import check_target
+from prefect_tune.tasks.experiments import check_target
 
 PASSING = [StoreUnavailable("503"), CommitUnknown("no reply")]
 NEVER = [InvalidInput("no"), Superseded("another"), ValueError("no")]

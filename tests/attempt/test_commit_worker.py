@@ -44,7 +44,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from prefect_tune.tasks.experiment_state import write_stamped_entry
+from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
 

@@ -43,7 +43,7 @@ from prefect_tune.suspension.resume_forms import (
     new_answers,
     pause_with,
 )
-from prefect_tune.tasks.experiment_state import open_experiment
+from prefect_tune.tasks.experiments import open_experiment
 
 # Ask a trial's question in the terminal of the script that started the search.
 

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import publish_checkpoint
-from prefect_tune.tasks.experiment_state import write_stamped_entry
+from prefect_tune.tasks.experiments import write_stamped_entry
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 

@@ -20,7 +20,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.journal_access import JournalWriter, Opening, open_journal
-from prefect_tune.tasks.experiment_state import check_target, open_experiment, write_entry
+from prefect_tune.tasks.experiments import check_target, open_experiment, write_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
