@@ -89,9 +89,8 @@ def publish_checkpoint(
     key: CheckpointKey,
     directory: Path,
     about: About,
+    before: Trial | None = None,
     *,
-    parent: CheckpointKey | None = None,
-    collected_up_to: int = 0,
     reverification: Reverification | None = None,
     parts: PartsOfSave | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
@@ -103,9 +102,7 @@ def publish_checkpoint(
 
     Args:
         about: step, metrics, write id and so on. A try with the same write id is the same save.
-        parent: the newest live checkpoint, as `trial_transitions.parent_of_next` returns it: its bytes are not sent
-            again.
-        collected_up_to: the result of `trial_transitions.reused_from`; see `commit.reusable`.
+        before: the state of the trial: the bytes of its newest live checkpoint are not sent again.
         reverification: which reused blobs are read back first; see `reverification`.
         parts: what other nodes add to the checkpoint, and how long to wait for it.
         timeout_seconds: limit of each try; no upload continues in the background after it.
@@ -117,7 +114,8 @@ def publish_checkpoint(
         StagedFilesChanged: a file in the directory changed during the save.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
-        reuse = reusable(store, key.trial, manifest_if_readable(store, parent), collected_up_to)
+        parent = manifest_if_readable(store, parent_of_next(key.trial, before) if before else None)
+        reuse = reusable(store, key.trial, parent, reused_from(before) if before else 0)
         done = commit(
             store,
             key,
@@ -374,8 +372,7 @@ class _Save:
                 CheckpointKey(trial=self._folder, step=self._report.step, sequence=state.number),
                 self._asked.directory,
                 about.model_copy(update={"metadata": self._asked.metadata}),
-                parent=parent_of_next(self._folder, trial),
-                collected_up_to=reused_from(trial),
+                trial,
                 # The turn is the journal's length: it grows with each commit, and no process has to count them.
                 reverification=Reverification(state.number, SyncConfig().verify_reused_every),
                 timeout_seconds=self._asked.timeout_seconds,

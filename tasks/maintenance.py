@@ -136,9 +136,7 @@ def prune_checkpoints(
         if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
         best, best_saved = best_of(state), best_checkpoints(state, objective_in(state.settings))
-        keys = [
-            state.trial_key(each.trial) for each in state.trials.values() if best is None or each.trial != best.trial
-        ]
+        keys = [state.trial_key(name) for name in state.trials if best is None or name != best.trial]
 
         def retired(key: TrialKey) -> Sequence[int]:
             known = state.trial(key.trial)
@@ -170,7 +168,7 @@ def collect_garbage(
     has_time = _has_time(until)
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, journal, side_by_side=transfers)
-        keys = [state.trial_key(trial.trial) for trial in state.trials.values()]
+        keys = [state.trial_key(name) for name in state.trials]
 
         def tidy(key: TrialKey) -> Collected | None:
             known = state.trial(key.trial)

@@ -31,7 +31,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, parent_of_next, reused_from
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
 from prefect_tune.core.models import Stamp, first_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -78,7 +78,9 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     Raises as `Attempt.run`.
     """
     outlive_log_reader()
-    log = _log_of(spec)
+    log: Log = get_run_logger()
+    if spec.own_journal:  # each message of a search's trial names the trial
+        log = TrialLog(log, spec.trial.trial)
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
@@ -90,12 +92,6 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
         number = ended.experiment.trial(spec.trial.trial).attempt
         log_failure(ended.outcome, number, spec, request.search_term, log)
     return state_of(ended.outcome, spec.trial.trial)
-
-
-def _log_of(spec: TrialSpec) -> Log:
-    """Return the log of the task run; each message of a search's trial names the trial."""
-    log = get_run_logger()
-    return TrialLog(log, spec.trial.trial) if spec.own_journal else log
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +115,7 @@ class TasksOfAttempt:
             skip_prefect_introspection(key),
             directory,
             skip_prefect_introspection(about),
-            parent=skip_prefect_introspection(parent_of_next(self.spec.trial, before)),
-            collected_up_to=reused_from(before),
+            skip_prefect_introspection(before),
             reverification=reverification,
             parts=skip_prefect_introspection(parts),
             timeout_seconds=self.spec.sync.sync_timeout_seconds,

@@ -16,12 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from uuid import UUID, uuid4
 
 from httpx import HTTPError
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run
@@ -147,13 +146,10 @@ def _leave_to_the_living(experiment: str, owner: Owner) -> None:
     with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
         if is_alive(other, client):
-            _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, has not ended", client)
-
-
-def _end_cancelled(run: FlowRun, why: str, client: SyncPrefectClient) -> NoReturn:
-    run_log().warning("%s: this scheduled run ends, and changes nothing", why)
-    client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."))
-    raise Abort(why)
+            why = f"experiment {experiment!r}: its last run, {other.name}, has not ended"
+            run_log().warning("%s: this scheduled run ends, and changes nothing", why)
+            client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."))
+            raise Abort(why)
 
 
 # All tasks of one flow run of a user's own flow.

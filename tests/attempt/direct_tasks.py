@@ -11,7 +11,7 @@ from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.checkpoints.parts import PartsOfSave
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -37,16 +37,8 @@ class DirectTasks:
         reverification: Reverification,
         parts: PartsOfSave | None = None,
     ) -> SavedCheckpoint:
-        return publish_checkpoint.fn(
-            self.spec.target,
-            key,
-            directory,
-            about,
-            parent=parent_of_next(self.spec.trial, before),
-            collected_up_to=reused_from(before),
-            reverification=reverification,
-            parts=parts,
-        )
+        place = (self.spec.target, key, directory)
+        return publish_checkpoint.fn(*place, about, before, reverification=reverification, parts=parts)
 
     def clone(self, source: TrialKey, into: Experiment, last_step: int | None) -> ClonedCheckpoint:
         trial = self.spec.trial.trial
