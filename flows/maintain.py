@@ -13,11 +13,17 @@ from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import EVERYTHING, share_of
-from prefect_tune.maintenance.runner import MaintenanceOptions, MaintenanceReport, maintain_experiments, show_report
+from prefect_tune.maintenance.runner import (
+    MaintenanceOptions,
+    MaintenanceReport,
+    maintain_experiments,
+    names_on,
+    show_report,
+)
 from prefect_tune.parameters.search_plan import MOST_SECONDS
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.tasks.maintenance import Sample, names_on
+from prefect_tune.tasks.maintenance import Sample
 
 __all__ = ["maintain"]
 

@@ -33,7 +33,7 @@ from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, from_settin
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results import Results
 from prefect_tune.suspension.resume_forms import chosen_before
-from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment, fork_source
+from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, fork_source
 from prefect_tune.trust import require_trusted, trusted_here
 from prefect_tune.tuner.run_search import searched
 

@@ -1,15 +1,15 @@
 """The Prefect tasks: run a trial; save, restore and delete a checkpoint; read and write the journal.
 
-Each task is retried on transient errors and has a timeout. The names here are those of `public`, for flows of one's
-own; the modules beside it hold the tasks of the engine, which take resolved arguments.
+Each task is retried on transient errors and has a timeout. The names here are those for flows of one's own; the modules
+hold those of the engine too, which take resolved arguments. Both call the same functions.
 """
 
 from __future__ import annotations
 
-from prefect_tune.tasks.public.checkpoints import delete_checkpoint, restore_checkpoint, save_checkpoint
-from prefect_tune.tasks.public.experiment_state import restore_experiment_state, sync_experiment_state
-from prefect_tune.tasks.public.results import CommittedCheckpoint, ExperimentState, RestoredCheckpoint, TrialState
-from prefect_tune.tasks.public.trials import run_trial
+from prefect_tune.task_values import CommittedCheckpoint, ExperimentState, RestoredCheckpoint, TrialState
+from prefect_tune.tasks.checkpoints import delete_checkpoint, restore_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiments import restore_experiment_state, sync_experiment_state
+from prefect_tune.tasks.trials import run_trial
 
 __all__ = [
     "CommittedCheckpoint",

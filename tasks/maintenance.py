@@ -1,4 +1,4 @@
-"""The maintenance tasks of one experiment: verify, quarantine, prune and collect garbage, also while it runs."""
+"""The maintenance tasks: verify, quarantine, prune and collect the garbage of one experiment, also while it runs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from typing import TypeVar
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, UnknownVersion
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_of, objective_in
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.notifications.prefect_events import best_checkpoints
 from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, ScrubLimits, inspect, quarantine
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
-from prefect_tune.core.storage.generations import (
-    current_journal,
-    delete_objects_before,
-    names_among,
-    names_with_dead_objects,
-    objects_before,
-)
+from prefect_tune.core.recovery import read_manifest, verify
+from prefect_tune.core.storage.generations import delete_objects_before, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
 from prefect_tune.journal_access import new_write_id
-from prefect_tune.storage_retries import RETRYING, on_target
+from prefect_tune.storage_retries import RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 
 _TIMEOUT = timedelta(minutes=30)
@@ -85,6 +80,22 @@ def verify_checkpoints(
         return inspect(store, state, sample.share, limits, side_by_side=transfers)
 
 
+@task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
+def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
+    """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
+
+    Raises:
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
+        StoreUnavailable: all retries failed.
+    """
+    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        try:
+            verify(store, read_manifest(store, key), side_by_side=transfers)
+        except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
+            return str(damaged)
+    return ""
+
+
 @task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **RETRYING)
 def quarantine_checkpoints(
     target: StorageTarget,
@@ -125,7 +136,7 @@ def prune_checkpoints(
         if any(each.phase not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
         best, best_saved = best_of(state), best_checkpoints(state, objective_in(state.settings))
-        keys = [_key(state, each) for each in state.trials.values() if best is None or each.trial != best.trial]
+        keys = [state.trial_key(name) for name in state.trials if best is None or name != best.trial]
 
         def retired(key: TrialKey) -> Sequence[int]:
             known = state.trial(key.trial)
@@ -157,7 +168,7 @@ def collect_garbage(
     has_time = _has_time(until)
     with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, journal, side_by_side=transfers)
-        keys = [_key(state, trial) for trial in state.trials.values()]
+        keys = [state.trial_key(name) for name in state.trials]
 
         def tidy(key: TrialKey) -> Collected | None:
             known = state.trial(key.trial)
@@ -188,25 +199,6 @@ def _each(
     found = list(transfers(done, trials))
     unreadable = tuple(each for each in found if isinstance(each, Unreadable))
     return [each for each in found if not isinstance(each, Unreadable)], unreadable
-
-
-def journal_named(target: StorageTarget, experiment: str) -> JournalKey:
-    """Return the journal that an experiment's name means now. Raises as `current_journal`."""
-    return on_target(target, lambda store: current_journal(store, experiment))
-
-
-def names_on(target: StorageTarget) -> Sequence[str]:
-    """Return the names of the experiments on `target`, and those of which deleted ones have left objects."""
-
-    def look(store: ObjectStore) -> Sequence[str]:
-        paths = [each.path for each in store.list("")]
-        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
-
-    return on_target(target, look, timedelta(minutes=10))
-
-
-def _key(state: Experiment, trial: Trial) -> TrialKey:
-    return state.trial_key(trial.trial)
 
 
 def _has_time(until: datetime | None) -> Callable[[], bool]:

@@ -1,43 +1,69 @@
-"""The task that runs one attempt of a trial, and the tasks that the attempt calls."""
+"""The tasks that run one attempt of a trial, for a search and for a flow of one's own, and the tasks that it calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 
-from prefect_tune.attempt.attempt import Attempt
+from prefect_tune.attempt.attempt import Attempt, has_had_enough
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
+from prefect_tune.attempt.cancel_and_suspend import interruptible
 from prefect_tune.attempt.concurrency_slots import holding_concurrency_limits
-from prefect_tune.attempt.outcomes import Failed, log_failure, state_of
+from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, log_failure, state_of
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
-from prefect_tune.attempt.search_link import SearchLink
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool
+from prefect_tune.attempt.search_link import InProcessLink, SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.checkpoints.parts import PartsOfSave
+from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, parent_of_next, reused_from
-from prefect_tune.core.journal_events import Event
-from prefect_tune.core.models import Stamp
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.stoppers import Stopper
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Requeued, TrialAdded
+from prefect_tune.core.models import Stamp, first_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.journal_access import new_write_id
+from prefect_tune.journal_access import JournalWriter, new_write_id
+from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
+from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
+from prefect_tune.parameters.import_check import require_importable
+from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.search_limits import spec_of_one_trial
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.broken_log_pipe import outlive_log_reader
-from prefect_tune.prefect_api.task_runs import RUN_TRIAL, quiet_inner_tasks, run_here
-from prefect_tune.storage_retries import RETRYING, retrying_refusals, skip_prefect_introspection
-from prefect_tune.tasks.checkpoints import clone_checkpoint, delete_checkpoint, restore_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import write_entry
+from prefect_tune.prefect_api.task_runs import RUN_TRIAL, public_task, quiet_inner_tasks, run_here
+from prefect_tune.storage_retries import (
+    RETRYING,
+    RETRYING_REFUSALS,
+    retrying_refusals,
+    run_log,
+    skip_prefect_introspection,
+)
+from prefect_tune.task_values import TrialArguments, TrialState, trial_state
+from prefect_tune.tasks.checkpoints import (
+    clone_checkpoint,
+    delete_retired_checkpoints,
+    download_checkpoint,
+    publish_checkpoint,
+)
+from prefect_tune.tasks.experiments import write_entry
 
 
 @task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
-def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
+def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
     """Train one attempt of a trial in a process of its own, and journal how it ended; see `Attempt`.
 
     All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
@@ -52,7 +78,9 @@ def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
     Raises as `Attempt.run`.
     """
     outlive_log_reader()
-    log = _log_of(spec)
+    log: Log = get_run_logger()
+    if spec.own_journal:  # each message of a search's trial names the trial
+        log = TrialLog(log, spec.trial.trial)
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
@@ -66,19 +94,13 @@ def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
     return state_of(ended.outcome, spec.trial.trial)
 
 
-def _log_of(spec: TrialSpec) -> Log:
-    """Return the log of the task run; each message of a search's trial names the trial."""
-    log = get_run_logger()
-    return TrialLog(log, spec.trial.trial) if spec.own_journal else log
-
-
 @dataclass(frozen=True, slots=True)
 class TasksOfAttempt:
     """The `AttemptTasks` of attempts of one trial, as task runs within the calling task."""
 
     spec: TrialSpec
 
-    def save(  # noqa: PLR0913, PLR0917 - as `AttemptTasks`
+    def save(  # noqa: PLR0917 - as `AttemptTasks`
         self,
         key: CheckpointKey,
         directory: Path,
@@ -88,13 +110,12 @@ class TasksOfAttempt:
         parts: PartsOfSave | None = None,
     ) -> SavedCheckpoint:
         return run_here(
-            save_checkpoint,
+            publish_checkpoint,
             skip_prefect_introspection(self.spec.target),
             skip_prefect_introspection(key),
             directory,
             skip_prefect_introspection(about),
-            parent=skip_prefect_introspection(parent_of_next(self.spec.trial, before)),
-            collected_up_to=reused_from(before),
+            skip_prefect_introspection(before),
             reverification=reverification,
             parts=skip_prefect_introspection(parts),
             timeout_seconds=self.spec.sync.sync_timeout_seconds,
@@ -107,12 +128,135 @@ class TasksOfAttempt:
 
     def restore(self, key: CheckpointKey, destination: Path) -> Path:
         timeout_seconds = self.spec.sync.sync_timeout_seconds
-        return restore_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
+        return download_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
 
     def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
-        delete_checkpoint(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
+        delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
 
     def journal(
         self, target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None
     ) -> Experiment:
         return write_entry(target, experiment, events, stamp)
+
+
+# The same for a flow of one's own.
+
+
+@public_task(name=RUN_TRIAL, task_run_name="train {trial}", **RETRYING_REFUSALS)
+def run_trial(
+    trainable: TrainableLike,
+    config: ConfigLike | None = None,
+    *,
+    target: TargetLike,
+    experiment: str,
+    trial: str = "trial",
+    stop: StopLike = None,
+    checkpoint: Cadence | None = None,
+    retention: Retention | None = None,
+    sync: SyncConfig | None = None,
+    isolation: Literal["process", "thread"] = "process",
+    grace_period_seconds: float = 25,
+    silence_timeout_seconds: float | None = None,
+) -> TrialState:
+    """Run one attempt of a trial: restore its newest checkpoint, train, commit each checkpoint, journal the end.
+
+    The trainable runs in a process of its own, as in `durable_trainable`. Called again, by a retry or a later run of
+    the flow, the trial continues from its newest committed checkpoint; one that has finished is returned at once.
+    The flow run owns the experiment, as with `save_checkpoint`; it may run several trials of it at once (`.map`).
+    For retries with budgets, questions to people and a live report, call `durable_trainable` instead.
+
+    Args:
+        trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
+        config: the configuration of the trainable, such as `{"lr": 0.01}`, or a dataclass: it gets a dict of its
+            fields.
+        target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
+        experiment: the experiment's name on the target; it is created if it does not exist.
+        trial: the trial's name in the experiment; the same name continues it.
+        stop: when to stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
+            Default: when the trainable is done.
+        checkpoint: when a class trainable saves. Default: every 60 s and at the end.
+        retention: which checkpoints to keep. Default: all.
+        sync: periods and timeouts in seconds, artifacts, and `commit="async"`.
+        isolation: `process` trains in a child process; `thread` in this one, for debuggers.
+        grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
+        silence_timeout_seconds: seconds without a report after which the trial is considered hung and is ended.
+            Default: never.
+
+    Returns:
+        TrialState: status, step, metrics and newest checkpoint; the status is `completed`, or `interrupted` if the
+            flow run was suspended.
+
+    Raises:
+        TrialFailed: the attempt failed, or asks a person. Call it again: it continues from the newest checkpoint. The
+            task is retried by itself after failures of the target only; pass `retry_condition_fn` to
+            `.with_options` for more.
+        InvalidInput: an argument is invalid, does not fit the trial, or names a trainable that does not exist; nothing
+            was started.
+        Superseded: another flow run has taken the experiment over, or another task the trial. Stop.
+        ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
+    """
+    given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except these two
+    given.pop("config")
+    asked = TrialArguments(target=target, experiment=experiment, trial=given.pop("trial"))
+    plan = SearchPlan(**given)
+    spec, stopper = spec_of_one_trial(plan, asked.trial)
+    plain = storable_config(config)
+    require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
+    return _trained(spec, plain, stopper)
+
+
+def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> TrialState:
+    state = trying_again(lambda: _ready(spec, config, stopper))
+    spec = replace(spec, trial=state.trial_key(spec.trial.trial))
+    trial = state.trial(spec.trial.trial)
+    if trial.phase is not Phase.FINISHED:
+        state, outcome = interruptible(lambda stop: _attempted(spec, state, stop), grace=spec.grace)
+        _require_success(outcome, spec)
+    return trial_state(spec.target, state.key, state.trial(spec.trial.trial))
+
+
+def _ready(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
+    """Return the experiment with the trial waiting for an attempt, or finished by today's stop criterion too."""
+    state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
+    require_same_training(state, spec, config)
+    events = _waiting_events(state.trials.get(name), spec, config, stopper)
+    return write_if_unchanged(spec.target, state, name, events) if events else state
+
+
+def _waiting_events(
+    trial: Trial | None, spec: TrialSpec, config: Mapping[str, object], stopper: Stopper
+) -> Sequence[Event]:
+    name = spec.trial.trial
+    if trial is None:
+        return [TrialAdded(trial=name, config=config, fingerprint=spec.fingerprint)]
+    if trial.phase is Phase.RUNNING:
+        return [AttemptEnded(trial=name, cause=Cause.MACHINE, message="its task failed, and was started again")]
+    is_done = trial.phase is Phase.FINISHED and has_had_enough(spec, trial, stopper)
+    if trial.phase in ENDED and not is_done:
+        return [Requeued(trial=name, reason="another attempt was requested")]
+    return []
+
+
+def _attempted(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Experiment, Outcome]:
+    with TrialProcessPool(slots=0) as pool:
+        link = InProcessLink(spec.trial.trial, lambda _: None, pool)
+        link.stop = stop
+        writer = JournalWriter(spec.target, state, writer_of_trial(spec.trial.trial), link.wrote)
+        with retrying_refusals(), closing(link):
+            request = AttemptRequest(search_term=state.term)
+            ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(writer)
+    return ended.experiment, ended.outcome
+
+
+def _require_success(outcome: Outcome, spec: TrialSpec) -> None:
+    where = f"trial {spec.trial.trial!r} of experiment {spec.trial.experiment!r} at {spec.target.uri}"
+    match outcome:
+        case Done() | Yielded() | Failed(cause=Cause.PREEMPTED):
+            return
+        case Failed(message=message):
+            raise TrialFailed(f"{where}: {first_line(message)}")
+        case Asking(question=asked):
+            raise TrialFailed(f"{where} asks: {asked.question}. Answers need pt.durable_trainable, which suspends")
+        case _:
+            assert_never(outcome)

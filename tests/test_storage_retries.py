@@ -12,8 +12,8 @@ from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
 from prefect_tune.storage_retries import is_transient, is_unavailable, retrying_refusals, with_retries
-from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import check_target
+from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, publish_checkpoint
+from prefect_tune.tasks.experiments import check_target
 
 PASSING = [StoreUnavailable("503"), CommitUnknown("no reply")]
 NEVER = [InvalidInput("no"), Superseded("another"), ValueError("no")]
@@ -98,7 +98,7 @@ def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> Non
 
 def test_a_refused_deletion_holds_up_no_commit_of_a_trial_that_runs() -> None:
     def is_deleted_again(error: Exception) -> bool:
-        decide = cast("Any", delete_checkpoint.retry_condition_fn)
+        decide = cast("Any", delete_retired_checkpoints.retry_condition_fn)
         return bool(decide(None, None, cast("Any", Failed(data=error))))
 
     with retrying_refusals():
@@ -108,8 +108,8 @@ def test_a_refused_deletion_holds_up_no_commit_of_a_trial_that_runs() -> None:
 
 
 def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() -> None:
-    pauses = save_checkpoint.retry_delay_seconds
-    assert len(pauses) == save_checkpoint.retries
+    pauses = publish_checkpoint.retry_delay_seconds
+    assert len(pauses) == publish_checkpoint.retries
     assert sum(pauses) > 60
 
 

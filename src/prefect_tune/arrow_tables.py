@@ -1,4 +1,4 @@
-"""Convert an experiment to Arrow tables: one row per trial, or one row per report. Needs no Prefect and no target."""
+"""Convert an experiment to Arrow tables: one row per trial, or one row per report. Needs no Prefect."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import Curves
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
+from prefect_tune.core.journal.journal import history
 from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.models import StepReport, flat
-from prefect_tune.core.storage.layout import JournalKey, Rows
-from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.storage.documents import read_document
+from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,3 +182,34 @@ def _inferred(column: list[Any]) -> pa.Array:
 
 def _fits(value: int) -> bool:
     return -_INT64 <= value < _INT64
+
+
+# Read the reports from a target.
+
+
+def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
+    """Return the valid reports, one per row: the published file of exactly this state, or else from the journal."""
+    path = results_path(experiment.key, "reports", experiment.number)
+    try:
+        found = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
+    except (ObjectNotFound, JournalCorrupt):  # a file that is too large is not one of ours
+        found = None
+    if found is not None:
+        return found
+    return curves_as_arrow(experiment, read_curves(store, experiment))
+
+
+def curves_as_arrow(experiment: Experiment, curves: Curves) -> pa.Table:
+    """Return the valid reports of all trials, one per row."""
+    return reports_as_arrow((trial, curves.of(trial)) for trial in experiment.trials)
+
+
+def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
+    """Return the curves of all trials up to the experiment's last entry."""
+    with transfer_pool() as transfers:
+        entries = history(store, experiment.key, side_by_side=transfers)
+    curves = Curves()
+    for entry in entries:
+        if entry.number <= experiment.number:
+            curves.tell(entry)
+    return curves

@@ -45,9 +45,6 @@ _TIMEOUT = timedelta(minutes=2)
 
 # Read the clock, draw a random write id, and identify this process.
 
-_PROCESS = uuid4().hex[:8]
-"""Tells the processes of scripts apart, which have no flow run."""
-
 
 def new_write_id() -> Stamp:
     """Return a random write id with the current UTC time; the time is only shown to people and decides nothing."""
@@ -78,22 +75,6 @@ def is_gone(owner: Owner) -> bool:
     except PermissionError:
         return False
     return False
-
-
-def this_writer() -> Owner:
-    """Return the identity of the flow run that calls a public task, for all its tasks, in whatever process they run.
-
-    `attempt` is the run count, which a retry raises: the retried run supersedes the one before. Without a flow run
-    the writer is this process.
-    """
-    owner = current_owner(attempt=flow_run.run_count or 0)
-    name = owner.name if owner.flow_run else f"script {_PROCESS}"
-    return owner.model_copy(update={"name": name, "task_run": None})
-
-
-def is_same_writer(one: Owner | None, other: Owner) -> bool:
-    """Return whether two owners from `this_writer` are the same run of a flow, or the same process without one."""
-    return one is not None and one.identity == other.identity
 
 
 Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
@@ -267,9 +248,9 @@ def _hear_again(store: ObjectStore, opened: Experiment, listener: EntryListener,
 
 
 def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
-    """Open a trial's own journal as `restore_experiment_state` opens the experiment's, within the calling task.
+    """Open a trial's own journal as `open_experiment` opens the experiment's, within the calling task.
 
-    Raises as `restore_experiment_state`; `Superseded`, without writing anything, also if the journal was opened
+    Raises as `open_experiment`; `Superseded`, without writing anything, also if the journal was opened
     for a newer request than that of `opening.owner`.
     """
     tries = iter([opening])
@@ -288,8 +269,8 @@ def _second(stamp: Stamp) -> Stamp:
     return Stamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
 
 
-_KEY_OF_ATTEMPTS = "run_trial-"
-"""Begins Prefect's key of the tasks that run attempts, the public one too: the name of their functions."""
+_KEYS_OF_ATTEMPTS = ("run_attempt-", "run_trial-")
+"""Begin Prefect's keys of the tasks that run attempts, of a search and of a flow of one's own: their names in code."""
 _opened_here: set[Owner] = set()
 """The owners with which this process has opened journals: their attempts end by themselves."""
 
@@ -347,7 +328,7 @@ def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool
         if owner.task_run is not None:
             return str(run.id) == owner.task_run
         is_earlier = run_count is None or (run.start_time is not None and run.flow_run_run_count < run_count)
-        return is_earlier and run.task_key.startswith(_KEY_OF_ATTEMPTS)
+        return is_earlier and run.task_key.startswith(_KEYS_OF_ATTEMPTS)
 
     return is_attempt
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console
 
-from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, trials_as_arrow
+from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_reports, trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
@@ -48,7 +48,6 @@ from prefect_tune.core.texts import nearest
 from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.tasks.publish_results import read_reports
 from prefect_tune.terminal.progress_view import common_metrics, trials_table
 
 if TYPE_CHECKING:

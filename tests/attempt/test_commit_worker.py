@@ -44,7 +44,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from prefect_tune.tasks.experiment_state import sync_experiment_state
+from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
 
@@ -118,7 +118,7 @@ class NoArtifacts:
 
 def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
     """Write an entry without retries: the commit worker retries."""
-    return sync_experiment_state.fn(target, state, events, stamp or new_write_id())
+    return write_stamped_entry.fn(target, state, events, stamp or new_write_id())
 
 
 @dataclass

@@ -21,7 +21,7 @@ from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
 from prefect_tune.parameters.search_limits import warn_of_constants
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan
-from prefect_tune.tasks.public.trials import run_trial
+from prefect_tune.tasks.trials import run_trial
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
 

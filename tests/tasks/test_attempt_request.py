@@ -55,7 +55,7 @@ from prefect_tune.journal_access import (
     open_journal,
     write_directly,
 )
-from prefect_tune.tasks.checkpoints import save_checkpoint
+from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.far_attempts import require_experiment
@@ -127,7 +127,7 @@ class CommitHarness:
         key = CheckpointKey(trial=trial, step=step, sequence=journal_writer.experiment.number)
         stamp = new_write_id()
         about = About(attempt=1, term=1, write_id=stamp.write_id, created_at=stamp.at)
-        save_checkpoint.fn(self.target, key, directory, about)
+        publish_checkpoint.fn(self.target, key, directory, about)
         report = StepReport(step=step, metrics={})
         ref = CheckpointRef(step=step, sequence=key.sequence)
         journal_writer.write([Reported(trial=trial.trial, report=report), Committed(trial=trial.trial, checkpoint=ref)])

@@ -28,12 +28,12 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.journal_events import Owner, Started, TrialAdded
 from prefect_tune.journal_access import attempts_of, settle_dead_attempts
 from prefect_tune.prefect_api import task_runs
-from prefect_tune.tasks.trials import run_trial
+from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.checkpoints import first_generation
 from tests.flows.driver import until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"
-ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_trial, "my own name": pt.run_trial}
+ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_attempt, "my own name": pt.run_trial}
 NEXT = Owner(name="next", host=HERE, pid=os.getpid(), flow_run=str(uuid4()))
 
 
@@ -193,7 +193,7 @@ def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: Sy
     assert set(states_after_a_takeover(client, earlier).values()) == {"Running"}
 
 
-def _task_run(run_count: int, key: str = run_trial.task_key, *, has_begun: bool = True) -> TaskRun:
+def _task_run(run_count: int, key: str = run_attempt.task_key, *, has_begun: bool = True) -> TaskRun:
     begun = DateTime.now("UTC") if has_begun else None
     return TaskRun(task_key=key, dynamic_key="0", flow_run_run_count=run_count, start_time=begun)
 

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.messages.process_messages import Leave, Proceed
 from prefect_tune.prefect_api.task_runs import run_to_state
 from prefect_tune.storage_retries import skip_prefect_introspection
-from prefect_tune.tasks.trials import run_trial
+from prefect_tune.tasks.trials import run_attempt
 
 _PATIENCE = timedelta(seconds=0.5)
 # Time that a supervisor needs after its trial's grace period, to write a last journal entry.
@@ -58,7 +58,7 @@ def attempt_of(spec: TrialSpec) -> _AttemptTask:
 
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
 def _tagged(tags: tuple[str, ...]) -> _AttemptTask:
-    return run_trial.with_options(retries=0, tags=tags)
+    return run_attempt.with_options(retries=0, tags=tags)
 
 
 class TrialExecutor(Protocol):
@@ -129,7 +129,7 @@ def attempts_on(threads: Executor) -> Launch:
 
 def call_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
-    work = (_call, run_trial, spec, request, link, ended)
+    work = (_call, run_attempt, spec, request, link, ended)
     threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from functools import partial
 
 from httpx import HTTPError
@@ -27,12 +27,14 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.models import digest_of, plural, shown_size
 from prefect_tune.core.operations.scrub import Inspection
+from prefect_tune.core.storage.generations import current_journal, names_among, names_with_dead_objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
+from prefect_tune.storage_retries import on_target
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
-    journal_named,
     prune_checkpoints,
     quarantine_checkpoints,
     verify_checkpoints,
@@ -233,6 +235,16 @@ class MaintenanceOptions:
         return self.until is None or datetime.now(UTC) < self.until
 
 
+def names_on(target: StorageTarget) -> Sequence[str]:
+    """Return the names of the experiments on `target`, and those of which deleted ones have left objects."""
+
+    def look(store: ObjectStore) -> Sequence[str]:
+        paths = [each.path for each in store.list("")]
+        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
+
+    return on_target(target, look, timedelta(minutes=10))
+
+
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
     """Maintain one experiment after the other, each day in another order: the time may not suffice for all."""
     done, left = list[Upkeep](), list[NotLookedAt]()
@@ -263,7 +275,7 @@ class ExperimentMaintenance:
         if self._options.collect:
             acts.append(("garbage", self._collect))
         with self._or_skipped("everything"):
-            journal = journal_named(self._options.target, self.name)
+            journal = on_target(self._options.target, lambda store: current_journal(store, self.name))
             for what, act in acts:
                 with self._or_reported(what, journal):
                     act(journal)

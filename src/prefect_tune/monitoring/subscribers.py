@@ -23,7 +23,7 @@ from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.storage_retries import skip_prefect_introspection
-from prefect_tune.tasks.publish_results import publish_results
+from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.terminal.time_left import SearchEstimate
 
 _PATIENCE = timedelta(seconds=30)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper, of_experiment
+from prefect_tune.core.experiment.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import digest_of, valid_name
 from prefect_tune.core.search.domains import as_dicts
@@ -85,15 +85,6 @@ def stopper_for(stop: StopCriteria | str) -> Stopper:
         InvalidInput: `stop` is none of these.
     """
     return as_stopper(cast("StopCriteria", stop_from(stop)))
-
-
-def stopper_of_one_trial(stopper: Stopper) -> Stopper:
-    """Return `stopper`. Raises `InvalidInput` if it ends a search of many trials."""
-    if found := of_experiment(stopper):
-        raise InvalidInput(
-            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
-        )
-    return stopper
 
 
 def valid_trainable(trainable: object) -> object:

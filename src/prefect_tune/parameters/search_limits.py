@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in
+from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import leaves
 from prefect_tune.core.search.domains import domains_in
@@ -254,6 +254,23 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         tags=tuple(plan.trial_tags or ()),
         own_journal=True,
     )
+
+
+def spec_of_one_trial(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
+    """As `trial_spec`, of a trial whose attempts write the experiment's journal; and its stop criterion.
+
+    Raises:
+        InvalidInput: also if the criterion ends a search of many trials, or as `require_possible`.
+    """
+    stopper = plan.stopper
+    if found := of_experiment(stopper):
+        raise InvalidInput(
+            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+        )
+    spec = trial_spec(plan, stopper)
+    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(trial), own_journal=False)
+    require_possible(spec)
+    return spec, stopper
 
 
 def require_possible(spec: TrialSpec) -> None:

@@ -1,1 +1,1 @@
-"""Suspend a run, ask a person, resume with the answer; and the guard against restart loops."""
+"""Suspend a run, ask a person, resume with the answer."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import CheckpointNotFound
+from prefect_tune.core.errors import CheckpointNotFound, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimits
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Cloned, Event, Finished, Requeued
+from prefect_tune.core.recovery import read_manifest
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, read_known
@@ -32,7 +34,8 @@ from prefect_tune.suspension.resume_forms import (
     unjournaled,
 )
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, Turn, first_turn
-from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
+from prefect_tune.tasks.checkpoints import clone_checkpoint
+from prefect_tune.tasks.maintenance import damage_of_checkpoint
 
 
 def first_search_turn(plan: SearchPlan, known: LoadedJournal | None) -> Turn:
@@ -148,10 +151,19 @@ def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainabl
     Empty if it has not, or if one of the two is unknown.
     """
     key, now = newest_key(folder, trial), code_of(trainable)
-    before = code_of_checkpoint(target, key) if key and now else ""
+    before = _code_of_checkpoint(target, key) if key and now else ""
     if key is None or not before or before == now:
         return ""
     return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"
+
+
+def _code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
+    """Return the digest of the trainable's source that wrote `key`; empty if it is unknown or cannot be read now."""
+    try:
+        with target.open(timeout=timedelta(seconds=30)) as store:
+            return read_manifest(store, key).about.fingerprint.get("code", "")
+    except TuneError:
+        return ""
 
 
 TRAINING_QUESTION = ResumeQuestion(_training_limits, _training_extended, _training_form, _why_not_back)

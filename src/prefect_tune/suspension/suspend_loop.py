@@ -26,6 +26,7 @@ from prefect_tune.core.models import plural
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
+from prefect_tune.ownership import owner_after
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import is_suspended
 from prefect_tune.storage_retries import on_target, skip_prefect_introspection, with_retries
@@ -42,8 +43,7 @@ from prefect_tune.suspension.resume_forms import (
     new_answers,
     pause_with,
 )
-from prefect_tune.suspension.takeover_guard import owner_after
-from prefect_tune.tasks.experiment_state import restore_experiment_state
+from prefect_tune.tasks.experiments import open_experiment
 
 # Ask a trial's question in the terminal of the script that started the search.
 
@@ -206,7 +206,7 @@ def take_over(turn: Turn, known: LoadedJournal, slots: int) -> Experiment:
 
     `known` is the journal as it was just read.
 
-    Raises what `owner_after` and `restore_experiment_state` raise, and `Superseded` if the experiment of the turn
+    Raises what `owner_after` and `open_experiment` raise, and `Superseded` if the experiment of the turn
     before was deleted since: the answer of a person is for no other experiment, and begins none.
     """
     plan, before = turn.plan, turn.state
@@ -214,7 +214,7 @@ def take_over(turn: Turn, known: LoadedJournal, slots: int) -> Experiment:
         on_target(plan.target, lambda store: require_not_deleted(store, before.key))
     owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     owner, read = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(known)
-    return restore_experiment_state(plan.target, known.experiment.key, owner, new_write_id(), read)
+    return open_experiment(plan.target, known.experiment.key, owner, new_write_id(), read)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.suspension.continuation import SEARCH_QUESTION, first_search_turn
 from prefect_tune.suspension.resume_forms import unjournaled
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
-from prefect_tune.tasks.experiment_state import check_target
+from prefect_tune.tasks.experiments import check_target
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
 from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from prefect_tune.trust import signed_settings

@@ -33,17 +33,17 @@ from prefect_tune.monitoring.live_status import LiveStatusPublisher
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.monitoring.search_log import SearchLog
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup
-from prefect_tune.parameters.argument_checks import stopper_of_one_trial, storable_config
+from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import require_same_training
-from prefect_tune.parameters.search_limits import SearchLimits, require_possible, trial_spec
+from prefect_tune.parameters.search_limits import SearchLimits, spec_of_one_trial
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, code_changed, follow_up
 from prefect_tune.suspension.resume_forms import last_form
 from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
-from prefect_tune.tasks.experiment_state import check_target, write_entry
+from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
@@ -63,10 +63,7 @@ def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | Trial
 
 def _trained_in_turns(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     turn: Turn | None = (first := first_turn(Turn(plan), TRAINING_QUESTION, last_form()))
-    stopper = stopper_of_one_trial(first.plan.stopper)
-    spec = trial_spec(first.plan, stopper)
-    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(ONLY_TRIAL), own_journal=False)
-    require_possible(spec)
+    spec, stopper = spec_of_one_trial(first.plan, ONLY_TRIAL)
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:

@@ -20,7 +20,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.tasks.checkpoints import restore_checkpoint
+from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.attempt.nodes.node_process import STEPS
 from tests.fakes.searches.far_attempts import require_experiment
 
@@ -81,7 +81,7 @@ class Cluster:
     def state(self) -> dict[str, list[float]]:
         """The numbers of all ranks, in the newest checkpoint."""
         key = _JOURNAL.of_experiment.trial_key("00000").checkpoint_key(self.trial().checkpoints[-1])
-        directory = restore_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
+        directory = download_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
         assert (directory / "shared.txt").read_text() == "the same on each rank"
         return {each.name: json.loads(each.read_text()) for each in directory.glob("rank-*.json")}
 

@@ -16,9 +16,9 @@ from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.flows.durable_trainable import TrialResult
-from prefect_tune.tasks.checkpoints import save_checkpoint
-from prefect_tune.tasks.experiment_state import sync_experiment_state
-from prefect_tune.tasks.trials import run_trial
+from prefect_tune.tasks.checkpoints import publish_checkpoint
+from prefect_tune.tasks.experiments import write_stamped_entry
+from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -119,7 +119,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
-    monkeypatch.setattr(save_checkpoint, "retry_delay_seconds", [0.05] * 7)
+    monkeypatch.setattr(publish_checkpoint, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600) as server:
         with pytest.raises(StoreRefused, match="expired"):
             searched(server, profile)
@@ -134,7 +134,7 @@ def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
-    for task in (save_checkpoint, run_trial, sync_experiment_state):
+    for task in (publish_checkpoint, run_attempt, write_stamped_entry):
         monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:
         with pytest.raises(StoreRefused, match="expired"):

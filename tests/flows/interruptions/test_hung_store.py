@@ -17,7 +17,7 @@ from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
-from prefect_tune.tasks.checkpoints import save_checkpoint
+from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
@@ -126,7 +126,7 @@ def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
     (tmp_path / "staged" / "weights").write_bytes(b"w" * 10_000)
     key = CheckpointKey(trial=TrialKey(experiment=_NAME, generation=1, trial="trial"), step=1, sequence=1)
     target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
-    save = save_checkpoint.with_options(retries=0)
+    save = publish_checkpoint.with_options(retries=0)
     with pytest.raises(StoreUnavailable, match="client reported success"):
         save(target, key, tmp_path / "staged", _about())
     assert list((tmp_path / "target").rglob("manifest.json")) == []

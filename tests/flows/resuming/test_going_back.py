@@ -19,7 +19,7 @@ from prefect_tune.journal_access import new_write_id, write_directly
 from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up
 from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, form_of_training, last_form
 from prefect_tune.suspension.suspend_loop import Turn, first_turn
-from prefect_tune.tasks.experiment_state import restore_experiment_state
+from prefect_tune.tasks.experiments import open_experiment
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun
 from tests.flows.training import experiment_at, flip, own_blobs
@@ -37,7 +37,7 @@ def trained(trouble: Trouble) -> Trouble:
 
 def _opened(trained: Trouble) -> Experiment:
     owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
-    return restore_experiment_state(trained.target, _TRIAL.of_experiment, owner, new_write_id())
+    return open_experiment(trained.target, _TRIAL.of_experiment, owner, new_write_id())
 
 
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:

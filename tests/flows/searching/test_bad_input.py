@@ -116,9 +116,9 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_target_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefect_tune.tasks import experiment_state
+    from prefect_tune.tasks import experiments
 
-    monkeypatch.setattr(experiment_state.check_target, "retries", 0)
+    monkeypatch.setattr(experiments.check_target, "retries", 0)
     target = S3Target(bucket="bucket", endpoint_url=f"http://127.0.0.1:{free_port()}", allow_http=True, anonymous=True)
     with pytest.raises(StoreUnavailable, match="s3://bucket"):
         _train(target, tmp_path / "trained")

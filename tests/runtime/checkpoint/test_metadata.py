@@ -15,7 +15,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
 from prefect_tune.stores.open_location import open_location, read_uri
-from prefect_tune.tasks.checkpoints import restore_checkpoint
+from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in, write
 
@@ -50,7 +50,7 @@ def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: p
 
 
 def _restored_by_a_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
-    restore_checkpoint.fn(pt.LocalTarget(path=checkpoint.path.removesuffix(f"/{KEY.folder}")), KEY, copy)
+    download_checkpoint.fn(pt.LocalTarget(path=checkpoint.path.removesuffix(f"/{KEY.folder}")), KEY, copy)
 
 
 def _through_its_file_system(checkpoint: pt.Checkpoint, copy: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune import journal_access
+from prefect_tune import journal_access, ownership
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.tasks.public import checkpoints, ownership
+from prefect_tune.tasks import checkpoints
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation, write
 

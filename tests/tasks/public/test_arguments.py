@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.tasks.public.arguments import SaveArguments
+from prefect_tune.task_values import SaveArguments
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
 

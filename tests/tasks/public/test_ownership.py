@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import ownership
 from prefect_tune.attempt.commit_worker import commit_entry
 from prefect_tune.core.experiment.experiment import nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -20,7 +21,7 @@ from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.storage.generations import current_generation, current_journal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import read_undamaged
-from prefect_tune.tasks.public import checkpoints, ownership, trials
+from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
@@ -240,9 +241,9 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
     def overtaken() -> None:
         raise pt.SaveOvertaken("trial 't' was changed")
 
-    monkeypatch.setattr(trials, "_TRIES", 3)
+    monkeypatch.setattr(ownership, "_RACES", 3)
     with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
-        trials.trying_again(overtaken)
+        ownership.trying_again(overtaken)
 
 
 def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(caller: Caller) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.tasks.public import arguments, checkpoints
+from prefect_tune import task_values
+from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
 from tests.tasks.public.test_checkpoints import spoil
@@ -86,7 +87,7 @@ def test_a_target_whose_experiments_cannot_be_listed_restores_nothing_without_a_
 
     caller.save(1)
     caller.experiment = "E"
-    caller.patch.setattr(arguments, "experiment_names", refused)
+    caller.patch.setattr(task_values, "experiment_names", refused)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         assert caller.restore() is None
     assert warnings_of(caplog) == []

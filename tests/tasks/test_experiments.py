@@ -20,7 +20,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.journal_access import JournalWriter, Opening, open_journal
-from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from prefect_tune.tasks.experiments import check_target, open_experiment, write_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
@@ -59,15 +59,15 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     bucket = BUCKETS[request.node.name] = Late(nth)
     target = BucketTarget(name=request.node.name)
     with pytest.raises(CommitUnknown):
-        restore_experiment_state.fn(target, first_generation("e"), ME, STAMP)
+        open_experiment.fn(target, first_generation("e"), ME, STAMP)
     if arrives == "before the retry":
         bucket.arrive()
     elif arrives == "never":
         bucket.on_its_way.clear()
-    opened = restore_experiment_state.fn(target, first_generation("e"), ME, STAMP)
+    opened = open_experiment.fn(target, first_generation("e"), ME, STAMP)
     assert (opened.number, opened.term, opened.owner, opened.settled_from) == (2, 1, ME, 1)
     assert journal.load(bucket, first_generation("e"), side_by_side=map) == opened
-    assert restore_experiment_state.fn(target, first_generation("e"), ME, STAMP) == opened
+    assert open_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
 
 
 class Mute(Bucket):

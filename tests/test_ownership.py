@@ -18,7 +18,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Suspe
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.suspension.takeover_guard import owner_after
+from prefect_tune.ownership import owner_after
 from tests.fakes.checkpoints import first_generation
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -1,0 +1,355 @@
+"""Which flow run owns an experiment: it alone writes the journal, in the term that its opening began.
+
+    a search, a training    one process: `owner_after` says whether it may open the journal; its attempts write there
+                            through it, or have journals of their own
+    a flow of one's own     its tasks, in any processes: the first one opens the journal by `own`, all write one entry
+                            after another by `append_beside_others`
+
+The tasks remember nothing. Whether their flow run owns the experiment, has lost it, or has never owned it, is read from
+the journal, whose openings name the flow run and its run count. Never: a run that lost the experiment opens it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+from uuid import UUID, uuid4
+
+from httpx import HTTPError
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, PrefectException
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
+
+from prefect_tune.attempt.attempt import next_start
+from prefect_tune.blocks import StorageTarget, TargetCheck
+from prefect_tune.core.errors import (
+    CrashLoop,
+    InvalidInput,
+    SaveOvertaken,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import LoadedJournal, earlier_owners, entries_beyond, load
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Event,
+    Owner,
+    Requeued,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.generations import require_not_of_before
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.journal_access import (
+    Opening,
+    Writer,
+    append_entry,
+    current_owner,
+    new_write_id,
+    open_journal,
+    read_undamaged,
+)
+from prefect_tune.parameters.argument_checks import require_one_runner
+from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
+from prefect_tune.storage_retries import on_target, run_log, with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+
+_RACES = 16
+_TIMEOUT = timedelta(minutes=2)
+_PROCESS = uuid4().hex[:8]
+"""Tells the processes of scripts apart, which have no flow run."""
+_writing: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+"""One write at a time to each experiment from this process: a target without create-if-absent needs it."""
+_Result = TypeVar("_Result")
+
+
+def check_target(target: StorageTarget) -> TargetCheck:
+    """Test by writing and reading whether `target` can store checkpoints safely; an error says why not, in one line.
+
+    Raises:
+        StoreRefused: it cannot, or not with this configuration.
+        StoreUnavailable: it did not answer.
+    """
+    found = target.check(timeout=timedelta(seconds=30))
+    if found.may_pass:
+        raise StoreUnavailable(found.message)
+    if not found.ok:
+        raise StoreRefused(found.message)
+    if not found.conditional_create:
+        run_log().warning("%s", found.message)
+    return found
+
+
+# The flow run of a search or a training: not in a crash loop, and not beside a live run.
+
+
+def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
+    """Return the owner with which this run is to open the experiment.
+
+    Args:
+        known: the experiment, before it is opened.
+        max_restarts: how many automatic restarts in a row may end without progress.
+        answered: whether a person has just answered this process.
+
+    Raises:
+        CrashLoop: this run was restarted automatically `max_restarts` times without progress.
+        Abort: a schedule started this run, and the experiment's last run is alive, or waits for a person: this run is
+            set to Cancelled, and the target is unchanged.
+    """
+    owner, before = current_owner(), known.owner
+    if before is None or before.flow_run is None or owner.flow_run is None:
+        return owner
+    if before.flow_run != owner.flow_run:
+        _leave_to_the_living(known.name, before)
+        return owner
+    if answered or _is_by_hand(UUID(owner.flow_run)):
+        return owner.model_copy(update={"by_hand": True})
+    if known.restarts >= max_restarts:
+        raise CrashLoop(
+            f"experiment {known.name!r}: this run was restarted {known.restarts} times in a row, and each time it "
+            "ended before it committed a checkpoint or decided about a trial. It is not restarted automatically any "
+            "more. Read the log of its last start, remove the cause, then press Retry or resume the experiment: "
+            "the count starts at 0 again"
+        )
+    return owner
+
+
+def _is_by_hand(flow_run: UUID) -> bool:
+    """Whether a person resumed or retried the run; False if the Prefect server does not answer."""
+    try:
+        with get_client(sync_client=True) as client:
+            states = client.read_flow_run_states(flow_run)
+    except (PrefectException, HTTPError, OSError):
+        return False
+    return is_started_by_hand(states)
+
+
+def _leave_to_the_living(experiment: str, owner: Owner) -> None:
+    """Cancel a scheduled run while the last run is alive: a takeover would lose its unsaved steps."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not run.auto_scheduled or owner.flow_run is None:
+        return
+    with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
+        other = client.read_flow_run(UUID(owner.flow_run))
+        if is_alive(other, client):
+            why = f"experiment {experiment!r}: its last run, {other.name}, has not ended"
+            run_log().warning("%s: this scheduled run ends, and changes nothing", why)
+            client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."))
+            raise Abort(why)
+
+
+# All tasks of one flow run of a user's own flow.
+
+
+def this_writer() -> Owner:
+    """Return the identity of the flow run that calls a public task, for all its tasks, in whatever process they run.
+
+    `attempt` is the run count, which a retry raises: the retried run supersedes the one before. Without a flow run
+    the writer is this process.
+    """
+    owner = current_owner(attempt=flow_run.run_count or 0)
+    name = owner.name if owner.flow_run else f"script {_PROCESS}"
+    return owner.model_copy(update={"name": name, "task_run": None})
+
+
+def is_same_writer(one: Owner | None, other: Owner) -> bool:
+    """Return whether two owners from `this_writer` are the same run of a flow, or the same process without one."""
+    return one is not None and one.identity == other.identity
+
+
+class _OpenedMeanwhileError(Exception):
+    """Another task of this flow run has opened the experiment."""
+
+
+def own(target: StorageTarget, experiment: str) -> Experiment:
+    """Return the experiment, which this flow run owns: since an earlier task of the run, or from now on.
+
+    Another flow run's writes, and those of an earlier try of this one, fail from then on.
+
+    Raises:
+        Superseded: this flow run owned the experiment, and another one has taken it over; or it was deleted.
+        InvalidInput: the experiment is a search, which writes its own journal; or the target serves one process only,
+            and the flow has a task runner with others.
+        ResumeFailed: its journal is damaged, or it is being deleted; nothing was started.
+        StoreRefused: the target refuses access.
+    """
+    with _writing[target.uri, experiment]:
+        me, known = this_writer(), read_undamaged(target, experiment)
+        while not is_same_writer(known.experiment.owner, me):
+            _require_ours(known.experiment, target)
+            _require_not_superseded(known.experiment, target, me)
+            with suppress(_OpenedMeanwhileError):
+                return _opened(target, known, me)
+            known = read_undamaged(target, experiment)
+        return known.experiment
+
+
+def _opened(target: StorageTarget, known: LoadedJournal, me: Owner) -> Experiment:
+    if not check_target(target).conditional_create:
+        require_one_runner(target.uri)
+
+    def also(found: Experiment) -> Sequence[Event]:
+        if is_same_writer(found.owner, me):
+            raise _OpenedMeanwhileError
+        return ()
+
+    return open_journal(target, known.experiment.key, Opening(me, new_write_id(), also, known=known))
+
+
+def _require_ours(state: Experiment, target: StorageTarget) -> None:
+    require_goes_on(state)
+    if state.settings or any(trial.own_journal for trial in state.trials.values()):
+        raise InvalidInput(
+            f"experiment {state.name!r} at {target.uri} is a search, which writes its journal itself: expected a name "
+            "that is free, or an experiment of these tasks. Nothing was written: choose another experiment name"
+        )
+
+
+def _require_not_superseded(state: Experiment, target: StorageTarget, me: Owner) -> None:
+    def look(store: ObjectStore) -> Sequence[Owner]:
+        with transfer_pool() as transfers:
+            return earlier_owners(store, state, side_by_side=transfers)
+
+    if state.key.generation > 1:
+        on_target(target, lambda store: require_not_of_before(store, state.key, me.identity))
+    if state.owner is None:
+        return
+    is_older = state.owner.flow_run == me.flow_run is not None and me.attempt < state.owner.attempt
+    if is_older or any(is_same_writer(each, me) for each in on_target(target, look)):
+        raise _superseded(state, target)
+
+
+def _superseded(state: Experiment, target: StorageTarget) -> Superseded:
+    return Superseded(
+        f"experiment {state.name!r} at {target.uri}: {state.owner} has taken it over from this run, which may no "
+        "longer write to it. Stop here: every committed checkpoint is kept. Flow runs that train at the same time "
+        "need an experiment each"
+    )
+
+
+def append_beside_others(
+    target: StorageTarget,
+    known: Experiment,
+    events: Sequence[Event],
+    stamp: Stamp,
+    require: Callable[[Experiment], None],
+) -> Experiment:
+    """Write `events` as one entry after `known`, or after entries that other tasks of this run have added since.
+
+    `require` gets the state after those, and raises if the events cannot follow it. Writing again with the same
+    stamp writes once.
+
+    Raises:
+        Superseded: another flow run owns the experiment now.
+        StoreUnavailable: other tasks were faster 16 times.
+    """
+    with _writing[target.uri, known.name], target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        state = known
+        for _ in range(_RACES):
+            try:
+                return append_entry(store, state, events, stamp)
+            except Superseded:
+                state = load(store, known.key, side_by_side=transfers)
+            beyond = entries_beyond(store, known.key, known.number, side_by_side=transfers)
+            if any(entry.write_id == stamp.write_id for entry in beyond):
+                return state
+            if not is_same_writer(state.owner, known.owner or this_writer()):
+                raise _superseded(state, target)
+            require(state)
+    raise StoreUnavailable(f"{known.key}: {_RACES} other writers were faster; try again")
+
+
+def trying_again(act: Callable[[], _Result]) -> _Result:
+    """Return `act()`, repeated while other tasks of this flow run change the trial meanwhile.
+
+    Raises:
+        StoreUnavailable: they did so 16 times.
+    """
+    for _ in range(_RACES):
+        try:
+            return act()
+        except SaveOvertaken as overtaken:
+            last = overtaken
+    raise StoreUnavailable(f"{last}; tried {_RACES} times: save one trial from one task at a time") from last
+
+
+def write_if_unchanged(target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event]) -> Experiment:
+    """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
+
+    def require_same(now: Experiment) -> None:
+        if now.trials.get(trial) != known.trials.get(trial):
+            raise SaveOvertaken(f"{now.key}: another task has changed trial {trial!r} meanwhile")
+
+    return append_beside_others(target, known, events, new_write_id(), require_same)
+
+
+def writer_of_trial(trial: str) -> Writer:
+    """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
+
+    It raises `Superseded` also if another attempt of the trial has begun, or this one was ended.
+    """
+
+    def write(
+        target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+    ) -> Experiment:
+        once, mine = stamp or new_write_id(), experiment.trials.get(trial)
+
+        def require(now: Experiment) -> None:
+            theirs = now.trials.get(trial)
+            if mine and theirs and (mine.attempt, mine.phase) != (theirs.attempt, theirs.phase):
+                raise Superseded(
+                    f"trial {trial!r} of {now.key}: another task of the same flow run has begun attempt "
+                    f"{theirs.attempt} or ended this one. Stop here: every committed checkpoint is kept"
+                )
+
+        return with_retries(lambda: append_beside_others(target, experiment, events, once, require))
+
+    return write
+
+
+# An attempt in a flow of one's own begins with the first report or save.
+
+
+def opening_events(
+    trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
+) -> Sequence[Event]:
+    """Return the events after which the trial runs and may report `step`; none if it may already."""
+    if trial is None:
+        began = Started(trial=name, attempt=1, from_step=0, at=new_write_id().at)
+        return [TrialAdded(trial=name, config=config or {}), began]
+    started = next_start(trial, new_write_id().at)
+    if trial.phase is Phase.RUNNING:
+        why = f"step {step} is trained again, after step {started.from_step}"
+        return [] if step >= trial.step else _restarted(trial, why)
+    if trial.phase in ENDED:
+        return [Requeued(trial=name, reason=f"trained on, after it had {trial.status}"), started]
+    return [started]
+
+
+def _restarted(trial: Trial, why: str) -> Sequence[Event]:
+    """Return the events that end the running attempt of `trial` and begin the next, from its newest checkpoint."""
+    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, message=why), next_start(trial, new_write_id().at)]
+
+
+def going_back(found: Trial, going: Sequence[CheckpointRef]) -> Sequence[Event]:
+    """Return the events by which a running trial goes back to the checkpoint before those of `going`."""
+    newest = newest_checkpoint(found)
+    if found.phase is not Phase.RUNNING or newest is None or newest not in going:
+        return []
+    left = tuple(each for each in found.checkpoints if each not in going)
+    why = f"it goes back to step {left[-1].step if left else 0}: the checkpoint of step {newest.step} was deleted"
+    return _restarted(found.model_copy(update={"checkpoints": left}), why)
