@@ -69,7 +69,7 @@ def run_trial(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> Sta
 def _log_of(spec: TrialSpec) -> Log:
     """Return the log of the task run; each message of a search's trial names the trial."""
     log = get_run_logger()
-    return TrialLog(log, spec.trial.trial) if spec.own_journal else log
+    return TrialLog(log, f"trial {spec.trial.trial}") if spec.own_journal else log
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.storage_retries import retrying_until
 
 LOADED = TrainableLoaded(pid=1, code="")
@@ -336,3 +337,49 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
     group._served = received
     with pytest.raises(RankEnded):
         group.receive(timedelta(0))
+
+
+def broke(message: str) -> Broke:
+    return Broke(cause=Cause.USER, message=message, traceback="File x, line 1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        (
+            [
+                FakeChannel([LOADED, broke("E: peer\nand more")]),
+                FakeChannel([], KILLED),
+                FakeChannel([broke("E: peer")]),
+            ],
+            [RankEnd(ranks=(1,), how=KILLED, is_cause=True), RankEnd(ranks=(0, 2), how="E: peer")],
+        ),
+        (
+            [FakeChannel([LOADED]), FakeChannel([TrialEnded(reason="", returned=True)]), FakeChannel([broke("E: x")])],
+            [RankEnd(ranks=(2,), how="E: x", is_cause=True), RankEnd(ranks=(1,), how="returned")],
+        ),
+        (
+            [
+                FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)]),
+                FakeChannel([TrialEnded(reason="", returned=True)]),
+                FakeChannel([], "exited with code 3"),
+            ],
+            [RankEnd(ranks=(2,), how="exited with code 3", is_cause=True), RankEnd(ranks=(0, 1), how="returned")],
+        ),
+        ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
+        ([FakeChannel([LOADED, broke("E: x")])], []),
+    ],
+    ids=["a killed rank", "one returned", "a rank that dies", "all alike", "a single process"],
+)
+def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
+    spec: TrialSpec, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
+) -> None:
+    meter = UsageMeter()
+    channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
+    attempt_supervisor.supervise(
+        RankGroup(channels), cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), meter
+    )
+    assert list(meter.rank_ends) == ends
+    assert (meter.ranks is None) == (len(ranks) == 1)
+    use = meter.use()
+    assert isinstance(use, GroupUse) == bool(ends)

@@ -251,3 +251,16 @@ def runs_one(config: dict[str, Any]) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     if subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=False).returncode:
         raise RuntimeError("the rank failed")
+
+
+class Talkative(Sharded):
+    """Each rank prints; rank 1 writes its checkpoints slowly."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        print(f"rank {self.rank} is here")
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        if self.rank == 1:
+            time.sleep(0.2)
+        super().save_checkpoint(checkpoint_dir)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +37,10 @@ class GroupSave:
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
     """The other nodes that hold files of it."""
+    writing: Sequence[float] = ()
+    """How many seconds each rank wrote its part."""
+    waiting: Sequence[float] = ()
+    """How many seconds after each rank the last one had handed its part over."""
 
 
 @dataclass(slots=True)
@@ -43,6 +48,8 @@ class _Pending:
     deadline: Deadline
     done: StepDone | None = None
     parts: dict[int, Part] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
+    """By rank, when its part arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class FailedSave:
     done: StepDone
     """The report of rank 0."""
     why: str
+    ranks: Sequence[int] = ()
+    """Those that did not, where that is known."""
 
     @property
     def step(self) -> int:
@@ -77,6 +86,7 @@ class GroupSaves:
         """Take the directory of rank 0; return the checkpoint if that was its last part."""
         pending = self._at(done.report.step)
         pending.done, pending.deadline = done, Deadline.after(self._within)
+        pending.arrived[0] = time.monotonic()
         return self._whole(done.report.step)
 
     def add(self, rank: int, part: Part) -> GroupSave | None:
@@ -91,7 +101,8 @@ class GroupSaves:
         if part.step <= self._over and part.step not in self._pending:
             _require_no_files(rank, part)
             return None
-        self._at(part.step).parts[rank] = part
+        pending = self._at(part.step)
+        pending.parts[rank], pending.arrived[rank] = part, time.monotonic()
         return self._whole(part.step)
 
     def close(self, step: int) -> None:
@@ -122,9 +133,9 @@ class GroupSaves:
             self._failed.add(step)
             for directory in (*(part.directory for part in each.parts.values()), each.done.checkpoint):
                 remove_directory(directory)
-            missing = _named([rank for rank in self._others if rank not in each.parts])
-            why = f"{missing} did not add its part within {self._within.total_seconds():g} s"
-            return FailedSave(each.done, why)
+            missing = [rank for rank in self._others if rank not in each.parts]
+            why = f"{_named(missing)} did not add its part within {self._within.total_seconds():g} s"
+            return FailedSave(each.done, why, missing)
         return None
 
     def _at(self, step: int) -> _Pending:
@@ -136,7 +147,12 @@ class GroupSaves:
             return None
         del self._pending[step]
         parts = {rank: Path(each.directory) for rank, each in sorted(found.parts.items()) if each.directory is not None}
-        return GroupSave(found.done, parts, tuple(sorted({each.node for each in found.parts.values() if each.node})))
+        nodes = tuple(sorted({each.node for each in found.parts.values() if each.node}))
+        if not self._others:
+            return GroupSave(found.done, parts)
+        writing = [found.done.writing_seconds, *(found.parts[rank].writing_seconds for rank in self._others)]
+        last = max(found.arrived.values())
+        return GroupSave(found.done, parts, nodes, writing, [last - found.arrived[rank] for rank in (0, *self._others)])
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -119,10 +119,12 @@ class FollowingSession(TrialSession):
     def _handed_over(self, directory: Path) -> Path:
         if directory.parent == Path(self._start.staging).resolve():
             return directory
-        return snapshot(directory, self.new_directory())
+        with self._writing():
+            return snapshot(directory, self.new_directory())
 
     def _add(self, directory: Path | None) -> None:
-        self._send(Part(step=self.step, directory=None if directory is None else str(directory)))
+        path = None if directory is None else str(directory)
+        self._send(Part(step=self.step, directory=path, writing_seconds=self._written_in()))
 
     def _follow(self, save: Callable[[str], None] | None) -> None:
         """Do what rank 0 directs at this step.

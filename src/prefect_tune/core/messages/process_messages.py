@@ -224,6 +224,8 @@ class StepDone(Value):
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
+    writing_seconds: float = 0.0
+    """How long the checkpoint took to write, or to copy."""
 
 
 class Part(Value):
@@ -235,6 +237,8 @@ class Part(Value):
     """Its files; None if it adds none, or if another node holds them."""
     node: int = 0
     """The node that holds its files, if that is another one than the first."""
+    writing_seconds: float = 0.0
+    """As in `StepDone`."""
 
 
 class MilestoneReached(Value):
