@@ -8,7 +8,7 @@ from rich.table import Table
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
 from prefect_tune.core.models import plural, shown_size
-from prefect_tune.core.usage_records import AttemptUse, GroupUse, RankEnd, RankSeconds
+from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
 
 _LOSSES = 3
@@ -84,7 +84,7 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
 
 def ranks_table(attempts: Sequence[AttemptCost]) -> Table | None:
     """Return the table of the ranks of a trial's attempts: their saves, and their ends; None without several."""
-    rows = [(str(each.attempt), *_saves_of(each.ranks), ends_words(each.use)) for each in attempts if each.ranks]
+    rows = [(str(each.attempt), *_saves_of(each.ranks), ends_words(each.rank_ends)) for each in attempts if each.ranks]
     if not rows:
         return None
     table = borderless_table("attempt", "ranks", "writing saves", "waiting for others", "sending", "ended otherwise")
@@ -110,9 +110,8 @@ def _longest(of: str, seconds: Sequence[float]) -> str:
     return f"{_time(longest)} ({of} {seconds.index(longest)})" if longest >= LEAST_SECONDS else ""
 
 
-def ends_words(use: AttemptUse | None) -> str:
+def ends_words(ends: Sequence[RankEnd]) -> str:
     """Return how ranks ended that did not end like the others: `rank 1: ended by SIGKILL, the cause`."""
-    ends = use.ends if isinstance(use, GroupUse) else ()
     return "; ".join(map(_end_words, ends))
 
 

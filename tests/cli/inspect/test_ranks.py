@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from base64 import b64decode
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.testing import without_server
-from tests.cli.conftest import Run
+from tests.fakes.command_line import Run
 from tests.trainables.grouped import Talkative, late_at_last
 
 SAVES = 3
@@ -86,6 +87,21 @@ def test_the_json_has_the_seconds_of_saves_on_each_rank(run: Run, search: Search
         assert slow >= saves * SLOW_SECONDS
         assert ranks["waiting_seconds"][0] > ranks["waiting_seconds"][1] == 0
         assert len(ranks["sending_seconds"]) == 1
+
+
+def test_the_report_has_the_ends_of_ranks_and_what_saves_waited_for_the_slowest(run: Run, search: Search) -> None:
+    page = search.target / "page.html"
+    assert run("report", search.target, "e", "--output", page).code == 0
+    assert re.search(r"saves waited 0\.\d+ s for them", page.read_text())
+    pictures = [b64decode(each).decode() for each in re.findall(r'svg\+xml;base64,([^"]*)"', page.read_text())]
+    assert pictures
+    [timeline] = [each for each in pictures if "without-server" in each]
+    assert ">rank 1: ended by SIGKILL, the cause</text>" in timeline
+    assert "interrupted; 2 ranks; rank 1: ended by" in timeline
+    assert "<title>rank 0: like the others</title>" in timeline
+    cost = json.loads(run("report", search.target, "e", "--json").out)["cost"]
+    waited = search.results.cost.waited_for_ranks_seconds
+    assert cost["waited_for_ranks_seconds"] == waited >= SAVES * SLOW_SECONDS / 2
 
 
 def test_a_segment_and_the_whole_journal_have_the_same_ranks(search: Search) -> None:

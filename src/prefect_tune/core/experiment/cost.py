@@ -21,7 +21,7 @@ from typing import Self
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import parse_time
-from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds, RankSeconds
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 
 __all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of"]
 
@@ -72,6 +72,11 @@ class AttemptCost:
     """The seconds of its saves by rank; None for a single process."""
 
     @property
+    def rank_ends(self) -> Sequence[RankEnd]:
+        """How ranks ended that did not end like the others."""
+        return self.use.ends if isinstance(self.use, GroupUse) else ()
+
+    @property
     def total_seconds(self) -> float:
         """How long it held its slot."""
         return sum(self.seconds.values())
@@ -106,6 +111,11 @@ class ExperimentCost:
     def run_seconds(self) -> float:
         """The time of all runs, without the time between them."""
         return sum(each.seconds for each in self.runs)
+
+    @property
+    def waited_for_ranks_seconds(self) -> float:
+        """How long saves waited for the slowest rank: the sum over attempts, of each that of the longest wait."""
+        return sum(max(each.ranks.waiting) for each in self.attempts if each.ranks)
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts of each trial that has any."""
