@@ -336,6 +336,7 @@ class Attempt:
             milestone=request.milestone,
             saves_first=request.saves_first,
             answers=request.answers,
+            metrics_from=spec.metrics_from,
         )
 
 

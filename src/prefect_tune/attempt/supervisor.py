@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
-from prefect_tune.attempt.group_saves import FailedSave, GroupSave, GroupSaves
+from prefect_tune.attempt.group_saves import FailedSave, GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
@@ -33,6 +33,7 @@ from prefect_tune.core.messages.process_messages import (
     Leave,
     MilestoneReached,
     Part,
+    RankMetrics,
     SaveFailed,
     StepDone,
     StopAndSave,
@@ -132,7 +133,7 @@ class _Supervisor:
     def _expect_ranks(self) -> None:
         """Begin to collect what the ranks of the group do: their number is known, or has become known."""
         count = self._group.world_size
-        self._saves = GroupSaves(count)
+        self._saves, self._metrics = GroupSaves(count), GroupMetrics(count)
         if count > 1:
             none = (0.0,) * count
             self._meter.ranks = RankSeconds(writing=none, waiting=none, sending=(0.0,) * self._group.node_count)
@@ -164,6 +165,8 @@ class _Supervisor:
                 raise InvalidInput(_REPORTS_TWICE)
             case Part():
                 self._commit(self._saves.add(rank, message))
+            case RankMetrics():
+                self._add_metrics(rank, message)
             case Directive():
                 self._pass_on(message)
             case TrainableLoaded(code=code, pid=pid):
@@ -203,6 +206,10 @@ class _Supervisor:
             self._group.tell(StopAndSave())
         if rank == 0 and self._leave is not None:
             self._group.tell(self._leave)
+
+    def _add_metrics(self, rank: int, message: RankMetrics) -> None:
+        if (mean := self._metrics.add(rank, message)) is not None:
+            self._group.tell(mean)
 
     def _pass_on(self, directive: Directive) -> None:
         if directive.saves:
@@ -360,7 +367,7 @@ class _Supervisor:
             return self._end or min(self._failures, key=itemgetter(0))[1]
         if (failed := self._failed_save()) is not None:
             return failed
-        if (absent := self._absent()) is not None:
+        if (absent := self._absent() or self._lacking_metrics()) is not None:
             return absent
         if self._link.stop.is_set():
             return self._ask_to_stop()
@@ -386,6 +393,17 @@ class _Supervisor:
             return None
         why = f"rank {', '.join(map(str, missing))} of {self._group.world_size} did not join the trial within"
         return self._failed(Cause.USER, f"{why} {_ALL_JOIN_WITHIN.total_seconds():g} s of the first rank")
+
+    def _lacking_metrics(self) -> Outcome | None:
+        """Return the failure of ranks whose metrics rank 0 waits for, and that have ended or are late."""
+        if not self._metrics.missing:
+            return None
+        if why := self._metrics.without(self._ended_ranks):
+            return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
+        if self._last_message_at is None or self._group.missing_ranks:
+            self._metrics.restart()
+        why = self._metrics.overdue()
+        return self._failed(Cause.MACHINE, why) if why else None
 
     def _say_who_goes_on(self) -> None:
         going_on = sorted(each for each in self._group.open_ranks if each > 0)

@@ -23,6 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     Leave,
+    MeanMetrics,
     MilestoneReached,
     Proceed,
     SaveFailed,
@@ -195,6 +196,7 @@ class TrialSession:
         self._milestone = start.milestone
         self._asking = False
         self._leave: Leave | None = None
+        self._mean: MeanMetrics | None = None
         self.step = start.from_step
         self.asked_to_stop = False
 
@@ -552,5 +554,7 @@ class TrialSession:
                 self._milestone, self._asking = milestone, False
             case Leave() as leave:
                 self._leave, self._asking = leave, False
+            case MeanMetrics() as mean:
+                self._mean = mean
             case _:
                 pass

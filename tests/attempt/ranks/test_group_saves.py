@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.attempt import group_saves
-from prefect_tune.attempt.group_saves import GroupSaves, merge
+from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.messages.process_messages import Part, StepDone
+from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
 from prefect_tune.core.models import StepReport
 
 
@@ -173,3 +173,30 @@ def test_one_process_measures_no_ranks() -> None:
     whole = GroupSaves(1).hand_over(done(1))
     assert whole is not None
     assert (whole.writing, whole.waiting) == ((), ())
+
+
+def rank_metrics(step: int, loss: float) -> RankMetrics:
+    return RankMetrics(step=step, metrics={"loss": loss})
+
+
+def test_the_mean_of_a_step_is_there_with_the_metrics_of_the_last_rank() -> None:
+    metrics = GroupMetrics(3)
+    assert metrics.add(1, rank_metrics(1, 2.0)) is None
+    assert not metrics.missing, "rank 0 does not wait"
+    assert metrics.add(0, rank_metrics(1, 1.0)) is None
+    assert metrics.missing == [2]
+    assert metrics.add(1, rank_metrics(2, 0.0)) is None, "rank 1 is a step ahead"
+    assert metrics.add(2, rank_metrics(1, 6.0)) == MeanMetrics(step=1, metrics={"loss": 3.0})
+    assert not metrics.missing
+
+
+def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() -> None:
+    metrics = GroupMetrics(3, within=timedelta(0))
+    metrics.add(0, rank_metrics(4, 1.0))
+    metrics.add(2, rank_metrics(4, 1.0))
+    assert not metrics.without({2})
+    assert metrics.without({1, 2}) == "rank 1 ended before step 4, of which rank 0 reported metrics"
+    assert metrics.overdue() == "rank 1 did not report step 4 within 0 s"
+    patient = GroupMetrics(2, within=timedelta(hours=1))
+    patient.add(0, rank_metrics(4, 1.0))
+    assert not patient.overdue()
