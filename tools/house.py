@@ -26,9 +26,8 @@ FUNCTION_LINES = 60
 FUNCTION_LINES_MEDIAN = 12
 NESTING = 3
 # 344 for generations of an experiment, 1540 the drill, 850 the audit, 1570 ranks, 1220 the cost, 1450 nodes, 520 for
-# what new users met: pickles in a drill, types, words, 475 for the ends
-# of ranks, the time of their saves and the mean of their metrics
-PACKAGE_LINES = 60110
+# what new users met: pickles in a drill, types, words, 480 for ends of ranks, their saves, the mean of their metrics
+PACKAGE_LINES = 60114
 PACKAGE_FILES = 306  # 11 of them for the drill, 2 for the audit, 6 for ranks, 5 for the cost, 6 for nodes
 IMPORT_LINES = 0.095  # of all lines of the package
 ONE_IMPORTER = 40  # modules that one other module imports, and that are no command, flow, logger or integration

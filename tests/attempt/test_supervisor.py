@@ -17,7 +17,7 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
-from prefect_tune.attempt.group_saves import GroupSave
+from prefect_tune.attempt.group_saves import GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
@@ -34,8 +34,10 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     Leave,
+    MeanMetrics,
     MilestoneReached,
     Proceed,
+    RankMetrics,
     StepDone,
     StopAndSave,
     ToTrial,
@@ -368,12 +370,30 @@ def broke(message: str) -> Broke:
         ),
         ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
         ([FakeChannel([LOADED, broke("E: x")])], []),
+        (
+            [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
+            [RankEnd(ranks=(1, 2), how="did not add its part to a checkpoint", is_cause=True)],
+        ),
+        (
+            [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
+            [RankEnd(ranks=(1,), how="did not report a step", is_cause=True)],
+        ),
     ],
-    ids=["a killed rank", "one returned", "a rank that dies", "all alike", "a single process"],
+    ids=[
+        "a killed rank",
+        "one returned",
+        "a rank that dies",
+        "all alike",
+        "a single process",
+        "ranks without a part",
+        "a rank without metrics",
+    ],
 )
 def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
-    spec: TrialSpec, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
 ) -> None:
+    monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
     meter = UsageMeter()
     channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
     attempt_supervisor.supervise(
@@ -383,3 +403,17 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
     assert (meter.ranks is None) == (len(ranks) == 1)
     use = meter.use()
     assert isinstance(use, GroupUse) == bool(ends)
+
+
+def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(seconds=0.3)))
+    reported = RankMetrics(step=1, metrics={"loss": 1.0})
+    first = FakeChannel([LOADED, reported, *[0.02] * 60, TrialEnded(reason="done")])
+    second = FakeChannel([*[0.02] * 40, LOADED, reported, TrialEnded(reason="done")])
+    group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
+    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
+    found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
+    assert found == Done("done", returned=False)
+    assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

@@ -14,6 +14,8 @@ from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
+    CheckpointRef,
+    Committed,
     Finished,
     Opened,
     Owner,
@@ -201,6 +203,11 @@ def test_below_an_attempt_of_several_ranks_each_rank_has_a_mark_of_how_it_ended(
     )
     search.starts("a")
     search.record(of_ranks("a", count=10_000), after=60)
+    search.starts("a")
+    seconds = of_ranks("a", count=4).use
+    assert seconds is not None
+    search.trains("a", 1, {"loss": 1.0})
+    search.record(Committed(trial="a", checkpoint=CheckpointRef(step=1, sequence=9), seconds=seconds.seconds))
     svg = timeline(search.report_input())
     assert svg is not None
     bars = [each for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
@@ -209,7 +216,10 @@ def test_below_an_attempt_of_several_ranks_each_rank_has_a_mark_of_how_it_ended(
     assert titles[2:4] == ["rank 1: ended by SIGKILL, the cause", "rank 2: E: peer is gone"]
     assert [each.get("fill") for each in bars[1:4]] == [GREY, RED, ORANGE]
     assert str(titles[4]).startswith("a, attempt 1, steps 0 to 0: interrupted; 3 ranks; rank 1: ended by SIGKILL")
-    assert titles[5:] == ["a, attempt 2, steps 0 to 0: interrupted; 10000 ranks"], "no room for marks"
+    assert titles[5:] == [
+        "a, attempt 2, steps 0 to 0: interrupted; 10000 ranks",  # no room for marks
+        "a, attempt 3, steps 0 to 1: running; 4 ranks",
+    ]
     assert any(each.startswith("Below an attempt:") for each in said(svg))
     assert not any(each.startswith("Below an attempt") for each in said(timeline(single().report_input())))
 

@@ -140,13 +140,15 @@ class _Supervisor:
 
     def rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how ranks ended that did not end like the others, the cause of a failure first."""
-        cause = min(self._failures, key=itemgetter(0))[2] if self._failures else OWN
-        found: dict[tuple[str, bool], list[int]] = {}
-        for rank in sorted(self._rank_ends, key=lambda each: (each != cause, each)):
-            how = self._rank_ends[rank]
-            if rank != OWN and self._group.world_size > 1 and (how != _RETURNED or isinstance(outcome, Failed)):
-                found.setdefault((how, rank == cause), []).append(rank)
-        return [RankEnd(ranks=tuple(ranks), how=how, is_cause=is_it) for (how, is_it), ranks in found.items()]
+        has_failed = isinstance(outcome, Failed)
+        ends = {rank: how for rank, how in self._rank_ends.items() if rank != OWN and (has_failed or how != _RETURNED)}
+        if self._group.world_size == 1 or not ends:
+            return ()
+        first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
+        cause, ranks_of = ends.get(first) if has_failed else None, dict[str, list[int]]()
+        for rank in sorted(ends, key=lambda each: (ends[each] != cause, each)):
+            ranks_of.setdefault(ends[rank], []).append(rank)
+        return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in ranks_of.items()]
 
     def _phase(self) -> str:
         is_saving = self._is_uploading and self._spec.sync.commit == "sync"
@@ -402,8 +404,10 @@ class _Supervisor:
             return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
         if self._last_message_at is None or self._group.missing_ranks:
             self._metrics.restart()
-        why = self._metrics.overdue()
-        return self._failed(Cause.MACHINE, why) if why else None
+        if not (why := self._metrics.overdue()):
+            return None
+        self._rank_ends |= dict.fromkeys(self._metrics.missing, "did not report a step")
+        return self._failed(Cause.MACHINE, why)
 
     def _say_who_goes_on(self) -> None:
         going_on = sorted(each for each in self._group.open_ranks if each > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,3 +201,10 @@ def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() ->
     patient = GroupMetrics(2, within=timedelta(hours=1))
     patient.add(0, rank_metrics(4, 1.0))
     assert not patient.overdue()
+
+
+def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:
+    metrics = GroupMetrics(2, within=timedelta(seconds=0.2))
+    time.sleep(0.3)
+    metrics.add(0, rank_metrics(1, 1.0))
+    assert not metrics.overdue()
