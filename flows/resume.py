@@ -63,6 +63,7 @@ def resume(
     processes_per_trial: int | None = None,
     nodes_per_trial: int | None = None,
     min_nodes: int | None = None,
+    metrics_from: Literal["rank 0", "mean"] | None = None,
     trainable: OtherTrainableField = None,
     callbacks: CallbacksField = None,
     sync: SyncField = None,
@@ -103,6 +104,7 @@ def resume(
         processes_per_trial: how many processes train a trial together from now on, as in `tune`.
         nodes_per_trial: how many nodes train a trial together from now on, as in `tune`.
         min_nodes: with how many nodes an attempt begins from now on, as in `tune`.
+        metrics_from: the metrics of a step of several processes from now on, as in `tune`.
         trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
             if the journal's name is not trusted: see `trusted_packages`.
         callbacks: callbacks from now on. The journal cannot hold callback objects: if they are not passed here, the

@@ -72,6 +72,7 @@ def tune(
     processes_per_trial: int = 1,
     nodes_per_trial: int = 1,
     min_nodes: int | None = None,
+    metrics_from: Literal["rank 0", "mean"] = "rank 0",
     reuse: Literal["auto", "never"] = "auto",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -143,6 +144,8 @@ def tune(
         nodes_per_trial: with `trials="deployment"`, how many flow runs train a trial together, each with
             `processes_per_trial` ranks; they share the target only.
         min_nodes: with how many of them an attempt begins if the others have not begun 2 minutes later. Default: all.
+        metrics_from: the metrics of a step of several processes: those of `rank 0`, or the `mean` over all ranks of
+            each number that every rank reports.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
         grace_period_seconds: how long trials may take to save once the search stops, for any reason: raise it where a

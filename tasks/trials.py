@@ -80,7 +80,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
     outlive_log_reader()
     log: Log = get_run_logger()
     if spec.own_journal:  # each message of a search's trial names the trial
-        log = TrialLog(log, spec.trial.trial)
+        log = TrialLog(log, f"trial {spec.trial.trial}")
     with (
         quiet_inner_tasks(),
         retrying_refusals(),

@@ -17,7 +17,7 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker
-from prefect_tune.attempt.group_saves import GroupSave
+from prefect_tune.attempt.group_saves import GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.machine_limits import MemoryLimit
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel
@@ -34,8 +34,10 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     Leave,
+    MeanMetrics,
     MilestoneReached,
     Proceed,
+    RankMetrics,
     StepDone,
     StopAndSave,
     ToTrial,
@@ -44,6 +46,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.usage_records import GroupUse, RankEnd
 from prefect_tune.storage_retries import retrying_until
 
 LOADED = TrainableLoaded(pid=1, code="")
@@ -336,3 +339,81 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
     group._served = received
     with pytest.raises(RankEnded):
         group.receive(timedelta(0))
+
+
+def broke(message: str) -> Broke:
+    return Broke(cause=Cause.USER, message=message, traceback="File x, line 1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        (
+            [
+                FakeChannel([LOADED, broke("E: peer\nand more")]),
+                FakeChannel([], KILLED),
+                FakeChannel([broke("E: peer")]),
+            ],
+            [RankEnd(ranks=(1,), how=KILLED, is_cause=True), RankEnd(ranks=(0, 2), how="E: peer")],
+        ),
+        (
+            [FakeChannel([LOADED]), FakeChannel([TrialEnded(reason="", returned=True)]), FakeChannel([broke("E: x")])],
+            [RankEnd(ranks=(2,), how="E: x", is_cause=True), RankEnd(ranks=(1,), how="returned")],
+        ),
+        (
+            [
+                FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)]),
+                FakeChannel([TrialEnded(reason="", returned=True)]),
+                FakeChannel([], "exited with code 3"),
+            ],
+            [RankEnd(ranks=(2,), how="exited with code 3", is_cause=True), RankEnd(ranks=(0, 1), how="returned")],
+        ),
+        ([FakeChannel([LOADED, step(1), TrialEnded(reason="done", returned=True)])] * 3, []),
+        ([FakeChannel([LOADED, broke("E: x")])], []),
+        (
+            [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
+            [RankEnd(ranks=(1, 2), how="did not add its part to a checkpoint", is_cause=True)],
+        ),
+        (
+            [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
+            [RankEnd(ranks=(1,), how="did not report a step", is_cause=True)],
+        ),
+    ],
+    ids=[
+        "a killed rank",
+        "one returned",
+        "a rank that dies",
+        "all alike",
+        "a single process",
+        "ranks without a part",
+        "a rank without metrics",
+    ],
+)
+def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
+    meter = UsageMeter()
+    channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
+    attempt_supervisor.supervise(
+        RankGroup(channels), cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), meter
+    )
+    assert list(meter.rank_ends) == ends
+    assert (meter.ranks is None) == (len(ranks) == 1)
+    use = meter.use()
+    assert isinstance(use, GroupUse) == bool(ends)
+
+
+def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(seconds=0.3)))
+    reported = RankMetrics(step=1, metrics={"loss": 1.0})
+    first = FakeChannel([LOADED, reported, *[0.02] * 60, TrialEnded(reason="done")])
+    second = FakeChannel([*[0.02] * 40, LOADED, reported, TrialEnded(reason="done")])
+    group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
+    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
+    found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
+    assert found == Done("done", returned=False)
+    assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

@@ -14,6 +14,8 @@ from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
+    CheckpointRef,
+    Committed,
     Finished,
     Opened,
     Owner,
@@ -25,8 +27,9 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, RankEnd, RankSeconds
 from prefect_tune.reporting.facts import DRAWN, ReportInput
-from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, Frame, fitted
+from prefect_tune.reporting.svg import BLUE, GREY, ORANGE, RED, Frame, fitted
 from prefect_tune.reporting.timeline_charts import timeline
 from prefect_tune.reporting.trial_charts import (
     SMALL_CURVES,
@@ -179,6 +182,46 @@ def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out(
     assert marks(svg, "bar") == 3 + 3  # runs, attempts
     assert marks(svg, "cross") == 2
     assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
+
+
+def of_ranks(trial: str, *ends: RankEnd, count: int = 3) -> AttemptEnded:
+    none = (0.0,) * count
+    seconds = GroupSeconds(ranks=RankSeconds(writing=none, waiting=none, sending=(0.0,)))
+    use = GroupUse(seconds=seconds, ends=ends) if ends else AttemptUse(seconds=seconds)
+    return AttemptEnded(trial=trial, cause=Cause.MACHINE, message="x", use=use)
+
+
+def test_below_an_attempt_of_several_ranks_each_rank_has_a_mark_of_how_it_ended() -> None:
+    search = JournalBuilder()
+    search.adds("a", {"x": 1})
+    search.starts("a")
+    search.record(
+        of_ranks(
+            "a", RankEnd(ranks=(1,), how="ended by SIGKILL", is_cause=True), RankEnd(ranks=(2,), how="E: peer is gone")
+        ),
+        after=60,
+    )
+    search.starts("a")
+    search.record(of_ranks("a", count=10_000), after=60)
+    search.starts("a")
+    seconds = of_ranks("a", count=4).use
+    assert seconds is not None
+    search.trains("a", 1, {"loss": 1.0})
+    search.record(Committed(trial="a", checkpoint=CheckpointRef(step=1, sequence=9), seconds=seconds.seconds))
+    svg = timeline(search.report_input())
+    assert svg is not None
+    bars = [each for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
+    titles = [each[0].text for each in bars]
+    assert titles[1] == "rank 0: like the others"
+    assert titles[2:4] == ["rank 1: ended by SIGKILL, the cause", "rank 2: E: peer is gone"]
+    assert [each.get("fill") for each in bars[1:4]] == [GREY, RED, ORANGE]
+    assert str(titles[4]).startswith("a, attempt 1, steps 0 to 0: interrupted; 3 ranks; rank 1: ended by SIGKILL")
+    assert titles[5:] == [
+        "a, attempt 2, steps 0 to 0: interrupted; 10000 ranks",  # no room for marks
+        "a, attempt 3, steps 0 to 1: running; 4 ranks",
+    ]
+    assert any(each.startswith("Below an attempt:") for each in said(svg))
+    assert not any(each.startswith("Below an attempt") for each in said(timeline(single().report_input())))
 
 
 def test_the_runs_above_the_attempts_have_none_of_the_colors_that_say_how_an_attempt_ended() -> None:

@@ -251,3 +251,39 @@ def runs_one(config: dict[str, Any]) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     if subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=False).returncode:
         raise RuntimeError("the rank failed")
+
+
+class Talkative(Sharded):
+    """Each rank prints; rank 1 writes its checkpoints slowly."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        print(f"rank {self.rank} is here")
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        if self.rank == 1:
+            time.sleep(0.2)
+        super().save_checkpoint(checkpoint_dir)
+
+
+def differs(config: dict[str, Any]) -> dict[str, object] | None:
+    """Each rank reports a loss of its own, and metrics that not all ranks have."""
+    rank = pt.get_trial().rank
+    for step in range(1, config["steps"] + 1):
+        if (rank, step) == (1, config.get("at")):
+            match config["does"]:
+                case "return":
+                    return None
+                case _:
+                    time.sleep(3600)
+        loss = 10.0 - step + 2 * rank
+        more: dict[str, object] = {"first": 7} if rank == 0 else {"other": 8}
+        pt.report({"loss": loss, "eval": {"loss": loss}, "epoch": step, "name": f"rank {rank}", **more})
+    return {"loss": 2.0 + 2 * rank, "last": True}
+
+
+class Different(Sharded):
+    """Each rank has another loss and score."""
+
+    def step(self) -> Mapping[str, object]:
+        return {**super().step(), "loss": 10.0 - self.at + 2 * self.rank, "score": self.at + 2 * self.rank}

@@ -21,7 +21,7 @@ from prefect_tune.attempt.commit_worker import CommitWorker
 from prefect_tune.attempt.nodes.first_node import NodesMissing, OtherNodes
 from prefect_tune.attempt.outcomes import Done, Failed, Outcome, Yielded, events_of
 from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
-from prefect_tune.attempt.processes.process_output import Log, TrialLog
+from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankGroup, rank_group
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.supervisor import supervise
@@ -164,7 +164,7 @@ class Attempt:
         if self.spec.isolation == "thread":
             return trial_in_place(start, self.log)
         rank = start.rank.rank
-        log = TrialLog(self.log, f"rank {rank}") if rank else self.log
+        log = rank_log(self.log, rank) if rank else self.log
         return self.link.process(start, log, self.request.environment)
 
     def _as_journaled(self, result: AttemptResult) -> AttemptResult:
@@ -336,6 +336,7 @@ class Attempt:
             milestone=request.milestone,
             saves_first=request.saves_first,
             answers=request.answers,
+            metrics_from=spec.metrics_from,
         )
 
 

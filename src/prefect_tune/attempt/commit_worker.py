@@ -352,6 +352,8 @@ class CommitWorker:
         done = save.done
         directory = Path(done.checkpoint or "")
         merge(directory, save.parts)
+        if self.meter is not None:
+            self.meter.saved(writing=save.writing, waiting=save.waiting)
         try:
             saved, doomed = self._committed(done, directory, save.nodes)
         except PartMissing as missing:
@@ -400,10 +402,17 @@ class CommitWorker:
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=self.experiment.number)
         about = self._about(report, [*self._unconfirmed(), *self._reports(report.step)])
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
+        began = time.monotonic()
         if self._nodes is None or not nodes:
-            return self._tasks.save(key, directory, about, self._trial, reverification)
-        with self._nodes.parts(key, self._trial, nodes) as parts:
-            return self._tasks.save(key, directory, about, self._trial, reverification, parts)
+            saved = self._tasks.save(key, directory, about, self._trial, reverification)
+            sending: Sequence[float] = [time.monotonic() - began]
+        else:
+            with self._nodes.parts(key, self._trial, nodes) as parts:
+                saved = self._tasks.save(key, directory, about, self._trial, reverification, parts)
+            sending = self._nodes.sending
+        if self.meter is not None:
+            self.meter.saved(sending=sending)
+        return saved
 
     def _commit(self, saved: SavedCheckpoint, done: StepDone, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""

@@ -5,6 +5,7 @@
     rank 2: Part(s, nothing to add)    ─┘    deadline, or a rank has ended ──► this save fails on all ranks
 
 Until the merge nothing is on the target, so a save that fails leaves nothing there.
+The metrics of a step, if they are the mean over all ranks, are collected in the same way, before rank 0 reports it.
 Never: a commit without the part of a rank; two files with one name and other bytes.
 """
 
@@ -13,13 +14,15 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.messages.process_messages import Part, StepDone
+from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
+from prefect_tune.core.metrics import mean_of
 from prefect_tune.stores.deadline import Deadline
 
 PARTS_WITHIN = timedelta(minutes=5)
@@ -36,6 +39,10 @@ class GroupSave:
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
     """The other nodes that hold files of it."""
+    writing: Sequence[float] = ()
+    """How many seconds each rank wrote its part."""
+    waiting: Sequence[float] = ()
+    """How many seconds after each rank the last one had handed its part over."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,8 @@ class _Pending:
     deadline: Deadline
     done: StepDone | None = None
     parts: dict[int, Part] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
+    """By rank, when its part arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class FailedSave:
     done: StepDone
     """The report of rank 0."""
     why: str
+    ranks: Sequence[int] = ()
+    """Those that did not, where that is known."""
 
     @property
     def step(self) -> int:
@@ -77,6 +88,7 @@ class GroupSaves:
         """Take the directory of rank 0; return the checkpoint if that was its last part."""
         pending = self._at(done.report.step)
         pending.done, pending.deadline = done, Deadline.after(self._within)
+        pending.arrived[0] = time.monotonic()
         return self._whole(done.report.step)
 
     def add(self, rank: int, part: Part) -> GroupSave | None:
@@ -91,7 +103,8 @@ class GroupSaves:
         if part.step <= self._over and part.step not in self._pending:
             _require_no_files(rank, part)
             return None
-        self._at(part.step).parts[rank] = part
+        pending = self._at(part.step)
+        pending.parts[rank], pending.arrived[rank] = part, time.monotonic()
         return self._whole(part.step)
 
     def close(self, step: int) -> None:
@@ -122,9 +135,9 @@ class GroupSaves:
             self._failed.add(step)
             for directory in (*(part.directory for part in each.parts.values()), each.done.checkpoint):
                 remove_directory(directory)
-            missing = _named([rank for rank in self._others if rank not in each.parts])
-            why = f"{missing} did not add its part within {self._within.total_seconds():g} s"
-            return FailedSave(each.done, why)
+            missing = [rank for rank in self._others if rank not in each.parts]
+            why = f"{_named(missing)} did not add its part within {self._within.total_seconds():g} s"
+            return FailedSave(each.done, why, missing)
         return None
 
     def _at(self, step: int) -> _Pending:
@@ -136,7 +149,56 @@ class GroupSaves:
             return None
         del self._pending[step]
         parts = {rank: Path(each.directory) for rank, each in sorted(found.parts.items()) if each.directory is not None}
-        return GroupSave(found.done, parts, tuple(sorted({each.node for each in found.parts.values() if each.node})))
+        nodes = tuple(sorted({each.node for each in found.parts.values() if each.node}))
+        if not self._others:
+            return GroupSave(found.done, parts)
+        writing = [found.done.writing_seconds, *(found.parts[rank].writing_seconds for rank in self._others)]
+        last = max(found.arrived.values())
+        return GroupSave(found.done, parts, nodes, writing, [last - found.arrived[rank] for rank in (0, *self._others)])
+
+
+class GroupMetrics:
+    """Collects the metrics that ranks report for a step, whose mean rank 0 waits for."""
+
+    def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
+        self._ranks = range(world_size)
+        self._within = within
+        self._found: dict[int, dict[int, Mapping[str, object]]] = {}
+        self._step: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Give the ranks their whole time again: some are not loaded yet."""
+        self._deadline = Deadline.after(self._within)
+
+    def add(self, rank: int, reported: RankMetrics) -> MeanMetrics | None:
+        """Take what a rank reports; return the mean with the last of them."""
+        found = self._found.setdefault(reported.step, {})
+        found[rank] = reported.metrics
+        if rank == 0:
+            self._step = reported.step
+            self.restart()
+        if not found.keys() >= set(self._ranks):
+            return None
+        self._step = None
+        del self._found[reported.step]
+        return MeanMetrics(step=reported.step, metrics=mean_of([found[each] for each in self._ranks]))
+
+    def without(self, ended: Collection[int]) -> str:
+        """Return of which step there can never be a mean, since ranks have ended before it; else ""."""
+        gone = [each for each in self.missing if each in ended]
+        return f"{_named(gone)} ended before step {self._step}, of which rank 0 reported metrics" if gone else ""
+
+    def overdue(self) -> str:
+        """Return which ranks have not reported in time the step that rank 0 waits for; else ""."""
+        if self._deadline.remaining_seconds > 0:
+            return ""
+        return f"{_named(self.missing)} did not report step {self._step} within {self._within.total_seconds():g} s"
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """The ranks whose metrics rank 0 waits for."""
+        return [] if self._step is None else [each for each in self._ranks if each not in self._found[self._step]]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from operator import itemgetter
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
-from prefect_tune.attempt.group_saves import FailedSave, GroupSave, GroupSaves
+from prefect_tune.attempt.group_saves import FailedSave, GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
@@ -32,12 +33,15 @@ from prefect_tune.core.messages.process_messages import (
     Leave,
     MilestoneReached,
     Part,
+    RankMetrics,
     SaveFailed,
     StepDone,
     StopAndSave,
     TrainableLoaded,
     TrialEnded,
 )
+from prefect_tune.core.models import first_line
+from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline
 
@@ -57,6 +61,8 @@ _ALL_JOIN_WITHIN = timedelta(minutes=10)
 """How long the ranks of a launcher have to join after the first of them: their imports differ, and their setup."""
 _FAILED_SAVES = 2
 """So many saves that fail one after the other end the attempt: a rank hangs."""
+_RETURNED = "returned"
+_LONGEST_END = 200
 _REPORTS_TWICE = (
     "the trial's own process reported a step, and so did the ranks that it has started: report in the ranks only"
 )
@@ -69,7 +75,9 @@ def supervise(
 
     After `link.stop` it also ends, and with it the trial, as soon as the work of this context is abandoned.
     """
-    outcome = _Supervisor(group, commit_worker, spec, link, meter).run()
+    supervisor = _Supervisor(group, commit_worker, spec, link, meter)
+    outcome = supervisor.run()
+    meter.rank_ends = supervisor.rank_ends(outcome)
     meter.ended()
     return outcome
 
@@ -79,13 +87,15 @@ class _Supervisor:
         self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, link: SearchLink, meter: UsageMeter
     ) -> None:
         self._group = group
-        self._saves = GroupSaves(group.world_size)
         self._meter = meter
+        self._expect_ranks()
         self._commit_worker = commit_worker
         self._spec = spec
         self._link = link
-        self._failures: list[tuple[int, Failed]] = []
-        """In the order in which they arrived, each with its place among what causes what."""
+        self._failures: list[tuple[int, Failed, int]] = []
+        """In the order in which they arrived, each with its place among what causes what, and its rank."""
+        self._rank_ends: dict[int, str] = {}
+        """How ranks ended by themselves, that of an end in order without its reason."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
@@ -120,6 +130,26 @@ class _Supervisor:
             if outcome is not None:
                 return outcome
 
+    def _expect_ranks(self) -> None:
+        """Begin to collect what the ranks of the group do: their number is known, or has become known."""
+        count = self._group.world_size
+        self._saves, self._metrics = GroupSaves(count), GroupMetrics(count)
+        if count > 1:
+            none = (0.0,) * count
+            self._meter.ranks = RankSeconds(writing=none, waiting=none, sending=(0.0,) * self._group.node_count)
+
+    def rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
+        """Return how ranks ended that did not end like the others, the cause of a failure first."""
+        has_failed = isinstance(outcome, Failed)
+        ends = {rank: how for rank, how in self._rank_ends.items() if rank != OWN and (has_failed or how != _RETURNED)}
+        if self._group.world_size == 1 or not ends:
+            return ()
+        first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
+        cause, ranks_of = ends.get(first) if has_failed else None, dict[str, list[int]]()
+        for rank in sorted(ends, key=lambda each: (ends[each] != cause, each)):
+            ranks_of.setdefault(ends[rank], []).append(rank)
+        return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in ranks_of.items()]
+
     def _phase(self) -> str:
         is_saving = self._is_uploading and self._spec.sync.commit == "sync"
         return "waiting" if self._asks else "saving" if is_saving else "training"
@@ -137,6 +167,8 @@ class _Supervisor:
                 raise InvalidInput(_REPORTS_TWICE)
             case Part():
                 self._commit(self._saves.add(rank, message))
+            case RankMetrics():
+                self._add_metrics(rank, message)
             case Directive():
                 self._pass_on(message)
             case TrainableLoaded(code=code, pid=pid):
@@ -171,11 +203,15 @@ class _Supervisor:
             raise InvalidInput(_REPORTS_TWICE)
         self._first_join = self._first_join or Deadline.after(_ALL_JOIN_WITHIN)
         if self._saves.world_size != self._group.world_size:
-            self._saves = GroupSaves(self._group.world_size)
+            self._expect_ranks()
         if rank == 0 and self._asked_at is not None:
             self._group.tell(StopAndSave())
         if rank == 0 and self._leave is not None:
             self._group.tell(self._leave)
+
+    def _add_metrics(self, rank: int, message: RankMetrics) -> None:
+        if (mean := self._metrics.add(rank, message)) is not None:
+            self._group.tell(mean)
 
     def _pass_on(self, directive: Directive) -> None:
         if directive.saves:
@@ -191,8 +227,10 @@ class _Supervisor:
             # A rank of a launcher may return before the function that has started it, and others after it.
             if message.returned:
                 self._returned.add(rank)
+                self._rank_ends[rank] = _RETURNED
             decides = rank == OWN or (rank == 0 and not (message.returned and OWN in self._group.open_ranks))
             return self._end_with(self._whole(self._ended(message))) if decides else self._waited_enough()
+        self._rank_ends[rank] = _short(message.message)
         why = f"{self._named(rank)}{message.message}"
         if message.cause is Cause.OUT_OF_MEMORY:
             why = f"{why}; {self._meter.memory_words()}"
@@ -200,7 +238,7 @@ class _Supervisor:
         if rank > 0 and isinstance(self._end, Done) and not message.after_end:
             self._end = failed  # rank 0 has trained its last step before this rank
             return self._waited_enough()
-        return self._fail(failed, _FAILED)
+        return self._fail(failed, _FAILED, rank)
 
     def _end_with(self, outcome: Outcome) -> Outcome | None:
         """Return the outcome once the other ranks have ended too, or their time for that has passed."""
@@ -216,15 +254,16 @@ class _Supervisor:
     def _gone(self, ended: RankEnded) -> Outcome | None:
         self._ended_ranks.add(ended.rank)
         if not ended.is_gone:
+            self._rank_ends[ended.rank] = _short(str(ended))
             return self._failed(Cause.USER, f"{self._named(ended.rank)}{ended}")
-        return self._fail(self._died(ended.rank), _FAILED if self._group.is_launched else _DIED)
+        return self._fail(self._died(ended.rank), _FAILED if self._group.is_launched else _DIED, ended.rank)
 
-    def _fail(self, failed: Failed, place: int) -> Outcome | None:
+    def _fail(self, failed: Failed, place: int, rank: int = OWN) -> Outcome | None:
         """Return the failure, once those that may have caused it are known; `place` is among what causes what."""
         if self._end is None:
             if self._ends_until is None:
                 self._failed_at, self._ends_until = time.monotonic(), Deadline.after(_CAUSE_KNOWN_WITHIN)
-            self._failures.append((place, failed))
+            self._failures.append((place, failed, rank))
         else:
             self._commit_worker.log.warning("after the end of the trial: %s", failed.message.partition("\n")[0])
         return self._waited_enough()
@@ -296,6 +335,7 @@ class _Supervisor:
         why = f"step {failed.step} is not committed: {failed.why}"
         self._failed_saves.append(why)
         if failed.done.over or len(self._failed_saves) >= _FAILED_SAVES:
+            self._rank_ends |= dict.fromkeys(failed.ranks, "did not add its part to a checkpoint")
             return self._failed(Cause.MACHINE, why)
         self._commit_worker.log.warning(
             "%s; training continues. Every rank calls pt.report in each step, with or without a checkpoint", why
@@ -329,7 +369,7 @@ class _Supervisor:
             return self._end or min(self._failures, key=itemgetter(0))[1]
         if (failed := self._failed_save()) is not None:
             return failed
-        if (absent := self._absent()) is not None:
+        if (absent := self._absent() or self._lacking_metrics()) is not None:
             return absent
         if self._link.stop.is_set():
             return self._ask_to_stop()
@@ -356,11 +396,25 @@ class _Supervisor:
         why = f"rank {', '.join(map(str, missing))} of {self._group.world_size} did not join the trial within"
         return self._failed(Cause.USER, f"{why} {_ALL_JOIN_WITHIN.total_seconds():g} s of the first rank")
 
+    def _lacking_metrics(self) -> Outcome | None:
+        """Return the failure of ranks whose metrics rank 0 waits for, and that have ended or are late."""
+        if not self._metrics.missing:
+            return None
+        if why := self._metrics.without(self._ended_ranks):
+            return self._fail(self._failed(Cause.USER, why), _ENDED_EARLY)
+        if self._last_message_at is None or self._group.missing_ranks:
+            self._metrics.restart()
+        if not (why := self._metrics.overdue()):
+            return None
+        self._rank_ends |= dict.fromkeys(self._metrics.missing, "did not report a step")
+        return self._failed(Cause.MACHINE, why)
+
     def _say_who_goes_on(self) -> None:
         going_on = sorted(each for each in self._group.open_ranks if each > 0)
         if self._end is not None and going_on and self._steps:
             ranks, within = ", ".join(map(str, going_on)), _OTHERS_END_WITHIN.total_seconds()
             self._commit_worker.log.warning("rank %s had not ended %g s after rank 0, and was ended", ranks, within)
+            self._rank_ends |= dict.fromkeys(going_on, f"had not ended {within:g} s after rank 0")
 
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
@@ -376,6 +430,7 @@ class _Supervisor:
     def _died(self, rank: int) -> Failed:
         became = self._group.end(rank)
         how = became.partition("\n")[0]  # its last output follows, which may contain any text
+        self._rank_ends[rank] = _short(how)
         if "SIGKILL" in how and self._meter.is_out_of_memory():
             why = f"{self._meter.memory_words()}; the trial's process {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
@@ -386,3 +441,7 @@ class _Supervisor:
     def _failed(self, cause: Cause, message: str) -> Failed:
         loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
         return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
+
+
+def _short(how: str) -> str:
+    return first_line(how)[:_LONGEST_END]

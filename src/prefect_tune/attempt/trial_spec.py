@@ -18,6 +18,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal_events import Quarantined
+from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.runtime.load_named import pickled
@@ -53,6 +54,7 @@ class TrialSpec:
     """How many nodes train it together, each a flow run."""
     min_nodes: int | None = None
     """With how many nodes an attempt may begin, if not all arrive; None: with all."""
+    metrics_from: MetricsFrom = "rank 0"
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None

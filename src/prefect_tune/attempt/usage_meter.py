@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from prefect_tune.attempt.machine_limits import MemoryLimit, visible_gpus
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone
 from prefect_tune.core.models import shown_size
-from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
+from prefect_tune.core.usage_records import AttemptUse, GroupSeconds, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 from prefect_tune.journal_access import new_write_id
 
 _LEAST_PERIOD_SECONDS = 1.0
@@ -39,6 +39,9 @@ class UsageMeter:
         self._due = self._kills_due = 0.0
         self.environment: Mapping[str, str] = {}
         """Variables of the trial's process besides those of this one, such as its GPUs."""
+        self.ranks: RankSeconds | None = None
+        """The seconds of saves by rank; None for a single process."""
+        self.rank_ends: Sequence[RankEnd] = ()
         self._began = time.monotonic()
         self._restored_seconds = 0.0
         self._loaded_at: float | None = None
@@ -73,6 +76,11 @@ class UsageMeter:
         if isinstance(message, StepDone) and message.over and self._processes is not None:
             self._processes.sample()  # its checkpoint is journaled with the end, in another thread
 
+    def saved(self, **seconds: Sequence[float]) -> None:
+        """Add the seconds of a save on several ranks; called from the thread that commits."""
+        if self.ranks is not None:
+            self.ranks = self.ranks.plus(**seconds)
+
     def look(self, phase: str) -> None:
         """Take in what the trial does now, `training`, `saving` or `waiting`, and take a sample if one is due."""
         self._phase, now = phase, time.monotonic()
@@ -103,7 +111,10 @@ class UsageMeter:
         rest = until - self._began - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
         seconds = seconds.plus(phase, max(0.0, rest)).plus("ending", ending)
-        return AttemptUse(seconds=_rounded(seconds), **(self._processes.figures() if self._processes else {}))
+        figures = self._processes.figures() if self._processes else {}
+        if self.rank_ends:
+            return GroupUse(seconds=_rounded(seconds), **figures, ends=tuple(self.rank_ends))
+        return AttemptUse(seconds=_rounded(seconds), **figures)
 
     def is_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process in the last seconds, or the trial was near the limit.
@@ -130,11 +141,12 @@ class UsageMeter:
     def _before_training(self, trial: PhaseSeconds) -> PhaseSeconds:
         """Return the trial's own seconds with those of the supervisor before it was loaded."""
         start = self._loaded_at - self._began - self._restored_seconds if self._loaded_at is not None else 0.0
-        return _rounded(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
+        seconds = _rounded(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
+        return seconds if self.ranks is None else GroupSeconds(**dict(seconds), ranks=self.ranks)
 
 
 def _rounded(seconds: PhaseSeconds) -> PhaseSeconds:
-    return PhaseSeconds(**{name: round(value, 4) for name, value in seconds.model_dump().items()})
+    return seconds.model_copy(update={name: round(getattr(seconds, name), 4) for name in PhaseSeconds.model_fields})
 
 
 # Sample the processes of a trial, and the GPUs that they see.

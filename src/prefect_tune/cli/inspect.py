@@ -62,6 +62,7 @@ from prefect_tune.terminal.cost_view import (
     cost_fields,
     cost_sentence,
     cost_table,
+    ranks_table,
 )
 from prefect_tune.terminal.formatting import (
     UNKNOWN,
@@ -198,6 +199,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print_parts(facts_table({**head, "as of": fresh.words(), **_readable(facts, chosen, now)}))
         if attempts:
             print_parts("", attempts_table(attempts))
+        if (ranks := ranks_table(attempts)) is not None:
+            print_parts("", ranks)
         if chosen is not None and _has_traceback(chosen):
             print(f"\n{visible(chosen.reason.strip())}")  # as it is: a wrapped line of code cannot be read or copied
 

@@ -16,7 +16,7 @@ from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointKey, Generation, JournalKey
 from prefect_tune.core.texts import is_unicode
-from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds, Seconds
+from prefect_tune.core.usage_records import Phases, Seconds, Use
 
 # Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials.
 
@@ -273,7 +273,7 @@ class Committed(TrialEvent):
     """The bytes that were not on the target yet; None where that is not known."""
     upload_seconds: float | None = None
     """How long publishing it took; None where that is not known."""
-    seconds: PhaseSeconds | None = None
+    seconds: Phases | None = None
     """The seconds of its attempt up to its step; None where they are not known."""
 
 
@@ -349,7 +349,7 @@ class AttemptEnded(TrialEvent):
     """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
     question: Question | None = None
     """The question that the trial asks a person, and for whose answer it waits."""
-    use: AttemptUse | None = None
+    use: Use | None = None
     """What the attempt used; None where that is not known."""
 
 
@@ -370,7 +370,7 @@ class Finished(TrialEvent):
     """Whether the trainable returned by itself; a larger budget does not restart it."""
     ended_early: bool = False
     """Whether the scheduler or a stop request ended it; a larger budget does not restart it either."""
-    use: AttemptUse | None = None
+    use: Use | None = None
     """What its attempt used; None where that is not known, or where it did not train."""
 
 
@@ -386,7 +386,7 @@ class Paused(TrialEvent):
 
     type: Literal["paused"] = "paused"
     reason: Message
-    use: AttemptUse | None = None
+    use: Use | None = None
     """What its attempt used; None where that is not known, or where it did not train."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TypeGuard
 
@@ -14,6 +14,7 @@ __all__ = [
     "is_finite",
     "is_number",
     "kind_unless_number",
+    "mean_of",
     "shown",
     "storable",
 ]
@@ -29,6 +30,20 @@ def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
         BadMetric: a value cannot be stored; the message names it and its place.
     """
     return _mapping(value, where, _DEEPEST)
+
+
+def mean_of(ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the metrics of the first rank, with the mean in place of each number that all ranks have."""
+    return {name: _mean([each.get(name) for each in ranks]) for name in ranks[0]}
+
+
+def _mean(values: Sequence[object]) -> object:
+    if mappings := [each for each in values if isinstance(each, Mapping)]:
+        return mean_of(mappings) if len(mappings) == len(values) else values[0]
+    numbers = [each for each in values if is_number(each)]
+    if len(numbers) < len(values) or len(set(numbers)) == 1:
+        return values[0]
+    return math.fsum(each / len(numbers) for each in numbers)
 
 
 def _mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, object]:

@@ -6,14 +6,29 @@ uses any of these values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Annotated, TypeAlias
+from itertools import zip_longest
+from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.models import Value, parse_time
+from prefect_tune.core.models import Message, Value, parse_time
 
-__all__ = ["AttemptRecord", "AttemptUse", "PhaseSeconds", "RunRecord", "Seconds", "ended_after", "seen", "slot_freed"]
+__all__ = [
+    "AttemptRecord",
+    "AttemptUse",
+    "GroupSeconds",
+    "GroupUse",
+    "PhaseSeconds",
+    "RankEnd",
+    "RankSeconds",
+    "RunRecord",
+    "Seconds",
+    "ended_after",
+    "seen",
+    "slot_freed",
+]
 
 
 _MOST_SECONDS = 1e9
@@ -41,15 +56,58 @@ class PhaseSeconds(Value):
         """The sum."""
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
-    def plus(self, phase: str, seconds: float) -> PhaseSeconds:
+    def plus(self, phase: str, seconds: float) -> Self:
         """Return a copy with `seconds` more in `phase`; what a trial reports may be any number."""
         return self.model_copy(update={phase: min(_MOST_SECONDS, max(0.0, getattr(self, phase) + seconds))})
+
+
+class RankSeconds(Value):
+    """The seconds of an attempt's saves so far, by rank: as many as the attempt has ranks."""
+
+    writing: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """`save_checkpoint` on the rank, or the copy of the directory that it reported."""
+    waiting: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """From when the rank handed its part over until the last rank had; the slowest rank has the least."""
+    sending: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """By node: from when the last rank had handed over until the files of this node were on the target."""
+
+    @property
+    def slowest(self) -> int:
+        """The rank for which the others waited longest."""
+        return self.waiting.index(min(self.waiting))
+
+    def plus(self, **seconds: Sequence[float]) -> RankSeconds:
+        """Return a copy with the seconds of another save; the last nodes may be left out if they sent nothing."""
+        pairs = {name: zip_longest(getattr(self, name), more, fillvalue=0.0) for name, more in seconds.items()}
+        return self.model_copy(
+            update={name: tuple(round(sum(pair), 3) for pair in found) for name, found in pairs.items()}
+        )
+
+
+class GroupSeconds(PhaseSeconds):
+    """The phases of rank 0 in an attempt of several ranks, with the seconds of saves on all of them."""
+
+    ranks: RankSeconds
+
+
+Phases: TypeAlias = GroupSeconds | PhaseSeconds
+"""An attempt of a single process stores no field more."""
+
+
+class RankEnd(Value):
+    """How ranks ended that did not end like the others of their attempt."""
+
+    ranks: tuple[int, ...]
+    how: Message
+    """An exit code, a signal, or an error."""
+    is_cause: bool = False
+    """Whether the attempt failed for this reason."""
 
 
 class AttemptUse(Value):
     """What an attempt used, measured by its supervisor; None where it was not measured."""
 
-    seconds: PhaseSeconds
+    seconds: Phases
     cpu_seconds: Seconds | None = None
     """Processor time of its processes since the trainable was loaded; None if it ended before a second sample."""
     peak_memory_bytes: int | None = None
@@ -59,6 +117,15 @@ class AttemptUse(Value):
     """The highest sample of the memory in use on the GPUs that it sees."""
     mean_gpu_utilization: float | None = None
     """The mean share of the time in which those GPUs computed, from 0 to 1."""
+
+
+class GroupUse(AttemptUse):
+    """The same of an attempt some of whose ranks did not end like the others."""
+
+    ends: tuple[RankEnd, ...]
+
+
+Use: TypeAlias = GroupUse | AttemptUse
 
 
 class AttemptRecord(Value):
@@ -71,15 +138,20 @@ class AttemptRecord(Value):
     """When the search gave it a slot; None until the slot was freed."""
     slot_seconds: Seconds = 0.0
     """How long it held the slot."""
-    seconds: PhaseSeconds = PhaseSeconds()
+    seconds: Phases = PhaseSeconds()
     """At its end; of an attempt that did not journal them there, up to its last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of this attempt up to its last commit."""
-    use: AttemptUse | None = None
+    use: Use | None = None
     """At its end; None for an attempt that runs, or was lost."""
     is_over: bool = False
     is_lost: bool = False
     """Whether its training after the last commit has no successor but the same steps, trained again."""
+
+    @property
+    def ranks(self) -> RankSeconds | None:
+        """The seconds of its saves by rank; None for a single process, and where they are not known."""
+        return self.seconds.ranks if isinstance(self.seconds, GroupSeconds) else None
 
     def saved(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
         """Return it after a commit.

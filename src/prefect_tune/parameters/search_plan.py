@@ -23,6 +23,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.stoppers import Stopper
+from prefect_tune.core.messages.process_messages import MetricsFrom
 from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.resources import Resources, resources_of
 from prefect_tune.core.schedulers.base import Scheduler
@@ -290,7 +291,7 @@ class SearchPlan(ValidatedParameters):
     on_code_change: Annotated[
         Literal["warn", "refuse"],
         Option(at_resume=True),
-        Flag("WHAT", "If the code has changed: warn (default), or refuse.", _EXISTING),
+        Flag("WHAT", "Changed code: warn (default) or refuse.", _EXISTING),
     ] = "warn"
     trials: Annotated[
         Literal["tasks", "deployment"],
@@ -338,6 +339,11 @@ class SearchPlan(ValidatedParameters):
         Option(_DATA, at_resume=True),
         Flag("N", "Fewest of them. Default: all.", _WHERE, at_least=1),
     ] = None
+    metrics_from: Annotated[
+        MetricsFrom,
+        Option(_DATA, at_resume=True),
+        Flag("WHAT", "rank 0 (default), or mean of ranks.", _WHERE),
+    ] = "rank 0"
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")

@@ -252,6 +252,8 @@ class Cost:
     saved_bytes: int
     """Not uploaded, because the bytes were on the target already."""
     upload_seconds: float
+    waited_for_ranks_seconds: float = 0.0
+    """Of saves, for the slowest rank of each attempt; 0 with single processes."""
     slots: Mapping[str, object] = field(default_factory=dict)
     """Where the seconds of the slots went; see `terminal.cost_view.cost_fields`."""
     sentence: str = ""
@@ -407,6 +409,7 @@ def _cost(report_input: ReportInput) -> Cost:
         sent_bytes=costs.sent_bytes,
         saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
         upload_seconds=costs.upload_seconds,
+        waited_for_ranks_seconds=report_input.cost.waited_for_ranks_seconds,
         slots=cost_fields(report_input.cost),
         sentence=cost_sentence(report_input.cost),
     )

@@ -30,6 +30,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.metrics import is_number
 from prefect_tune.core.models import StepReport, leaves, parse_time
+from prefect_tune.core.usage_records import GroupSeconds, GroupUse, RankEnd, Use
 
 # A learning curve with a bounded number of points.
 
@@ -143,6 +144,9 @@ class AttemptPeriod:
     owner: Owner | None
     ended: datetime | None = None
     end: AttemptEnd | None = None
+    rank_count: int = 1
+    rank_ends: Sequence[RankEnd] = ()
+    """How ranks ended that did not end like the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +292,10 @@ class ExperimentHistory:
             case Cloned(inherited=False):
                 self._cloned(event)
             case AttemptEnded(cause=cause):
+                self._note_ranks(event.trial, event.use)
                 self._ended(event.trial, _ENDS_BY_CAUSE.get(cause, AttemptEnd.FAILED), at)
             case Finished() | Paused() | GaveUp():
+                self._note_ranks(event.trial, None if isinstance(event, GaveUp) else event.use)
                 self._ended(event.trial, _ENDS_BY_EVENT[type(event)], at)
             case _:
                 return
@@ -329,6 +335,7 @@ class ExperimentHistory:
                 curves[name].add(step, numbers[name])
 
     def _committed(self, event: Committed) -> None:
+        self._note_ranks(event.trial, event)
         costs, size_bytes = self._costs, event.checkpoint.size_bytes
         costs = replace(costs, commits=costs.commits + 1, committed_bytes=costs.committed_bytes + size_bytes)
         if event.sent_bytes is not None:
@@ -339,6 +346,13 @@ class ExperimentHistory:
                 upload_seconds=costs.upload_seconds + (event.upload_seconds or 0.0),
             )
         self._costs = costs
+
+    def _note_ranks(self, trial: str, known: Use | Committed | None) -> None:
+        """Take in how many ranks an open attempt has, and how they ended."""
+        place = self._open.get(trial)
+        if place is not None and known is not None and isinstance(known.seconds, GroupSeconds):
+            ranks, ends = known.seconds.ranks, known.ends if isinstance(known, GroupUse) else ()
+            self._attempts[place] = replace(self._attempts[place], rank_count=len(ranks.writing), rank_ends=ends)
 
     def _cloned(self, event: Cloned) -> None:
         copy = event.checkpoint

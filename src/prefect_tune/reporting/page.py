@@ -351,6 +351,8 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     if cost.measured_bytes:
         share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
         rows.append(("upload", f"{sent} sent in {format_span(cost.upload_seconds)}"))
+        if cost.waited_for_ranks_seconds >= LEAST_SECONDS:
+            rows.append(("slowest ranks", f"saves waited {format_span(cost.waited_for_ranks_seconds)} for them"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows
 

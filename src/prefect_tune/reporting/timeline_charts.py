@@ -31,6 +31,7 @@ from prefect_tune.reporting.svg import (
     draw_y_axis,
     fitted,
 )
+from prefect_tune.terminal.cost_view import ends_words
 from prefect_tune.terminal.formatting import format_duration
 
 WIDTH = 880
@@ -38,6 +39,8 @@ _LEFT, _RIGHT = 92.0, WIDTH - 16.0
 _ROW = 13.0
 _ROWS = 26
 _BARS = 500
+_RANK, _CHARACTER, _WITH_TEXT = 5.0, 4.6, 15.0
+"""In pixels: the most width of the mark of a rank, the width of a small character, the least height with a line."""
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
 FILLS: Mapping[Status, Fill] = {
@@ -58,6 +61,9 @@ _STATUSES: Mapping[AttemptEnd | None, Status] = {
     AttemptEnd.FAILED: Status.ERRORED,
 }
 _LEGEND = 22.0
+_RANKS_LEGEND = (
+    "Below an attempt: the ends of its ranks. Red: the cause; orange: others that did not end like the rest."
+)
 _BREAK_LABEL = 90.0
 """The width that the label of such a time needs."""
 
@@ -90,7 +96,8 @@ def timeline(report_input: ReportInput) -> str | None:
     is_crowded = len(attempts) > _BARS
     lanes = [] if is_crowded else _lanes(attempts)
     body = 120.0 if is_crowded else max(1, len(lanes)) * _row(lanes)
-    drawing = Drawing(WIDTH, 44 + body + 44 + (0 if is_crowded else _LEGEND))
+    has_ranks = not is_crowded and any(each.rank_count > 1 for each in attempts)
+    drawing = Drawing(WIDTH, 44 + body + 44 + (0 if is_crowded else _LEGEND) + has_ranks * _LINE)
     _draw_ownerships(drawing, clock, history.ownerships)
     if is_crowded:
         _draw_load(drawing, clock, attempts, (44, 44 + body))
@@ -98,6 +105,8 @@ def timeline(report_input: ReportInput) -> str | None:
         statuses = _statuses(attempts, report_input)
         _draw_lanes(drawing, clock, lanes, statuses)
         _draw_legend(drawing, 44 + body + 44 + 12, set(statuses.values()))
+        if has_ranks:
+            drawing.text((_LEFT, 44 + body + 44 + 12 + _LINE), _RANKS_LEGEND, SMALL)
     _draw_clock(drawing, clock, 44 + body + 6)
     return drawing.svg()
 
@@ -215,9 +224,34 @@ def _draw_attempt(
     left, right = clock.at(attempt.began), clock.at(attempt.ended or attempt.began)
     height = max(1.0, row - 3)
     said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
+    if attempt.rank_count > 1:
+        said = "; ".join(filter(None, (f"{said}; {attempt.rank_count} ranks", ends_words(attempt.rank_ends))))
+        height = _draw_ranks(drawing, attempt, (right, right - left), (y, height))
     drawing.bar((left, y), (max(1.5, right - left - 0.8), height), FILLS[status], title=said)
     if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
+
+
+def _draw_ranks(
+    drawing: Drawing, attempt: AttemptPeriod, right_and_width: tuple[float, float], y_and_height: tuple[float, float]
+) -> float:
+    """Mark the ends of an attempt's ranks below its bar, and say the first if it fits; return the height of the bar."""
+    (right, width), (y, height) = right_and_width, y_and_height
+    each = min(_RANK, width / attempt.rank_count)
+    if attempt.end is None or each < 1 or height < 2 * _RANK:
+        return height
+    ends = {rank: end for end in attempt.rank_ends for rank in end.ranks}
+    left, bottom = right - each * attempt.rank_count, y + height
+    for rank in range(attempt.rank_count):
+        end = ends.get(rank)
+        ink = Fill(GREY) if end is None else Fill(RED) if end.is_cause else Fill(ORANGE)
+        title = ends_words([end.model_copy(update={"ranks": (rank,)})]) if end else f"rank {rank}: like the others"
+        drawing.bar((left + rank * each, bottom - 2), (each - 0.5, 2.5), ink, title=title)
+    said = ends_words(attempt.rank_ends[:1])
+    if len(said) * _CHARACTER > width or height < _WITH_TEXT:
+        return height - 3
+    drawing.text((left - 3, bottom + 0.5), said, f'font-size="8" {END}')
+    return height - 8
 
 
 def _draw_load(

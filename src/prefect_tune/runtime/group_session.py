@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Scalar
-from prefect_tune.core.messages.process_messages import Directive, Part, Start, TrialEnded
+from prefect_tune.core.messages.process_messages import Directive, Part, RankMetrics, Start, TrialEnded
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.session import TrialSession, local_directory, snapshot
 from prefect_tune.runtime.trainable import TrialOver
@@ -39,6 +41,17 @@ class LeadingSession(TrialSession):
     """The session of rank 0: it decides as that of a single process does, and sends each decision to the others."""
 
     _said_stop = False
+
+    def count(self, metrics: Mapping[str, object]) -> StepReport:
+        """Make the report of the next step; with `metrics_from="mean"` of what all ranks report for it."""
+        return super().count(metrics if self._start.metrics_from == "rank 0" else self._mean_with(metrics))
+
+    def _mean_with(self, metrics: Mapping[str, object]) -> Mapping[str, object]:
+        step = self.step + 1
+        self._send(RankMetrics(step=step, metrics=storable(metrics, f"metrics of step {step}")))
+        while self._mean is None or self._mean.step != step:
+            self._take_in()
+        return self._mean.metrics
 
     def is_asked_to_stop(self) -> bool:
         """Return what all ranks know since the last report: else some would save a step before the others."""
@@ -66,6 +79,13 @@ class LeadingSession(TrialSession):
 
 class FollowingSession(TrialSession):
     """The session of another rank: it adds its part to checkpoints, and follows the directives of rank 0."""
+
+    def count(self, metrics: Mapping[str, object]) -> StepReport:
+        """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
+        report = super().count(metrics)
+        if self._start.metrics_from == "mean":
+            self._send(RankMetrics(step=report.step, metrics=report.metrics))
+        return report
 
     def is_asked_to_stop(self) -> bool:
         return self.asked_to_stop
@@ -103,8 +123,10 @@ class FollowingSession(TrialSession):
             raise self._leaving(TrialOver(f"rank 0 asks a person: {question}", interrupted=True))
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
-        """Return how the attempt ended. What the function returned is not reported: that of rank 0 is."""
-        del returned
+        """Return how the attempt ended. What the function returned is not reported, but a part of the mean."""
+        with self._reports:
+            if self._start.metrics_from == "mean" and self._over is None and returned is not None:
+                self.count(returned)
         return super().finish(None)
 
     def why_stop(self) -> str | None:
@@ -119,10 +141,12 @@ class FollowingSession(TrialSession):
     def _handed_over(self, directory: Path) -> Path:
         if directory.parent == Path(self._start.staging).resolve():
             return directory
-        return snapshot(directory, self.new_directory())
+        with self._writing():
+            return snapshot(directory, self.new_directory())
 
     def _add(self, directory: Path | None) -> None:
-        self._send(Part(step=self.step, directory=None if directory is None else str(directory)))
+        path = None if directory is None else str(directory)
+        self._send(Part(step=self.step, directory=path, writing_seconds=self._written_in()))
 
     def _follow(self, save: Callable[[str], None] | None) -> None:
         """Do what rank 0 directs at this step.

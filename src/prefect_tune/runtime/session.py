@@ -23,6 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     Leave,
+    MeanMetrics,
     MilestoneReached,
     Proceed,
     SaveFailed,
@@ -185,7 +186,7 @@ class TrialSession:
         self._resumed_at = time.monotonic()
         self._loaded_at: float | None = None
         self._begun_at: float | None = None
-        self._saving_seconds = self._waiting_seconds = 0.0
+        self._saving_seconds = self._waiting_seconds = self._writing_seconds = 0.0
         self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading: int | None = None
         self._want_save = False
@@ -195,6 +196,7 @@ class TrialSession:
         self._milestone = start.milestone
         self._asking = False
         self._leave: Leave | None = None
+        self._mean: MeanMetrics | None = None
         self.step = start.from_step
         self.asked_to_stop = False
 
@@ -235,7 +237,7 @@ class TrialSession:
                 self.hand_over(report, directory, "moved")
             elif self._start.overlap or self._start.rank.world_size > 1:
                 self._wait_for_upload()
-                with self._saving():
+                with self._writing():
                     copied = snapshot(directory, self.new_directory())
                 self.hand_over(report, copied, "moved")
             else:
@@ -348,7 +350,7 @@ class TrialSession:
         return wants or cadence.due(steps, elapsed) or (cadence.at_end and bool(self._over_already()))
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
-        with self._saving():
+        with self._writing():
             directory = self.new_directory()
             returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
         require_written(returned, directory, self.step)
@@ -397,7 +399,7 @@ class TrialSession:
         self._wait_for_upload()
         moved = how == "moved"
         handed = {"checkpoint": str(directory), "moved": moved, "asks": self._asking, "over": over}
-        self._send(StepDone(report=report, seconds=self.seconds(), **handed))
+        self._send(StepDone(report=report, seconds=self.seconds(), writing_seconds=self._written_in(), **handed))
         self._uploading = report.step
         if not (moved and self._start.overlap):
             self._wait_for_upload()
@@ -406,7 +408,7 @@ class TrialSession:
         """Send the state after a step that was reported already, and wait for its commit."""
         self._wait_for_upload()
         handed = {"checkpoint": str(directory), "moved": True, "is_reported": True}
-        self._send(StepDone(report=report, seconds=self.seconds(), **handed))
+        self._send(StepDone(report=report, seconds=self.seconds(), writing_seconds=self._written_in(), **handed))
         self._uploading = report.step
         self._wait_for_upload()
 
@@ -512,6 +514,19 @@ class TrialSession:
         finally:
             self._saving_seconds += time.monotonic() - began
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The same, for what is then handed over."""
+        before = self._saving_seconds
+        with self._saving():
+            yield
+        self._writing_seconds = self._saving_seconds - before
+
+    def _written_in(self) -> float:
+        """Return the seconds of `_writing`, once."""
+        seconds, self._writing_seconds = self._writing_seconds, 0.0
+        return round(seconds, 4)
+
     def seconds(self) -> PhaseSeconds | None:
         """Return where the time went since the trainable was loaded; None if it was not."""
         if self._loaded_at is None:
@@ -539,5 +554,7 @@ class TrialSession:
                 self._milestone, self._asking = milestone, False
             case Leave() as leave:
                 self._leave, self._asking = leave, False
+            case MeanMetrics() as mean:
+                self._mean = mean
             case _:
                 pass

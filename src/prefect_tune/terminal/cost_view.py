@@ -8,11 +8,13 @@ from rich.table import Table
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost
 from prefect_tune.core.models import plural, shown_size
+from prefect_tune.core.usage_records import RankEnd, RankSeconds
 from prefect_tune.terminal.formatting import borderless_table, format_seconds, plain_cells
 
 _LOSSES = 3
 _LEAST_SHARE = 0.005
 """Smaller shares are 0 % in words, and are not named."""
+_RANKS_NAMED = 8
 LEAST_SECONDS = 0.005
 """A shorter time is in no table."""
 
@@ -80,6 +82,49 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
     return table
 
 
+def ranks_table(attempts: Sequence[AttemptCost]) -> Table | None:
+    """Return the table of the ranks of a trial's attempts: their saves, and their ends; None without several."""
+    rows = [(str(each.attempt), *_saves_of(each.ranks), ends_words(each.rank_ends)) for each in attempts if each.ranks]
+    if not rows:
+        return None
+    table = borderless_table("attempt", "ranks", "writing saves", "waiting for others", "sending", "ended otherwise")
+    for row in rows:
+        table.add_row(*plain_cells(row))
+    return table
+
+
+def _saves_of(ranks: RankSeconds) -> Sequence[str]:
+    """Return the number of ranks, and the longest time of one in saves: writing, waiting, sending."""
+    count, nodes = len(ranks.writing), len(ranks.sending)
+    waited = max(ranks.waiting)
+    return (
+        f"{count} on {nodes} nodes" if nodes > 1 else str(count),
+        _longest("rank", ranks.writing),
+        f"{_longest('rank', ranks.waiting)} for rank {ranks.slowest}" if waited >= LEAST_SECONDS else "",
+        _longest("node", ranks.sending) if nodes > 1 else _time(ranks.sending[0]),
+    )
+
+
+def _longest(of: str, seconds: Sequence[float]) -> str:
+    longest = max(seconds)
+    return f"{_time(longest)} ({of} {seconds.index(longest)})" if longest >= LEAST_SECONDS else ""
+
+
+def ends_words(ends: Sequence[RankEnd]) -> str:
+    """Return how ranks ended that did not end like the others: `rank 1: ended by SIGKILL, the cause`."""
+    return "; ".join(map(_end_words, ends))
+
+
+def _end_words(end: RankEnd) -> str:
+    said = f"rank{'s' * (len(end.ranks) > 1)} {_numbers(end.ranks)}: {end.how}"
+    return f"{said}, the cause" if end.is_cause else said
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _RANKS_NAMED
+    return ", ".join(map(str, ranks[:_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
 def _losses(cost: AttemptCost) -> str:
     lost = [each for each in cost.seconds.items() if each[0] is not Category.TRAINING and each[1] >= LEAST_SECONDS]
     largest = sorted(lost, key=lambda each: -each[1])[:_LOSSES]
@@ -128,7 +173,15 @@ def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     """Return the cost of an attempt as JSON; null for what was not measured."""
     use = cost.use.model_dump(mode="json", exclude={"seconds"}) if cost.use else {}
     begins = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat()}
-    return {**begins, "seconds": _seconds_fields(cost.seconds), **use}
+    return {**begins, "seconds": _seconds_fields(cost.seconds), **use, **_ranks_fields(cost.ranks)}
+
+
+def _ranks_fields(ranks: RankSeconds | None) -> Mapping[str, object]:
+    """Return the ranks of an attempt as JSON, with the seconds of its saves; nothing for a single process."""
+    if ranks is None:
+        return {}
+    counts = {"count": len(ranks.writing), "nodes": len(ranks.sending), "slowest": ranks.slowest}
+    return {"ranks": {**counts, **{f"{name}_seconds": list(found) for name, found in ranks}}}
 
 
 def _seconds_fields(seconds: Mapping[Category, float]) -> Mapping[str, float]:

@@ -120,6 +120,9 @@ def test_the_ranks_of_all_nodes_train_and_one_checkpoint_holds_their_files(proce
     trial = cluster.trial()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 1), first
     assert trial.metrics["world_size"] == 2 * processes
+    assert (ranks := trial.records[-1].ranks) is not None
+    assert (len(ranks.writing), len(ranks.sending)) == (2 * processes, 2)
+    assert all(each > 0 for each in ranks.sending)
     assert cluster.state() == undisturbed(2 * processes)
     assert "ENDED the attempt is over" in second
     assert cluster.left() == []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from prefect_tune.attempt.group_saves import GroupSaves, merge
+from prefect_tune.attempt import group_saves
+from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves, merge
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.messages.process_messages import Part, StepDone
+from prefect_tune.core.messages.process_messages import MeanMetrics, Part, RankMetrics, StepDone
 from prefect_tune.core.models import StepReport
 
 
@@ -154,3 +157,54 @@ def test_the_part_of_a_rank_that_does_not_exist_makes_no_checkpoint_whole() -> N
     saves.add(5, part(1, None))
     assert saves.add(1, part(1, None)) is None
     assert saves.add(2, part(1, None)) is not None
+
+
+def test_a_checkpoint_says_how_long_each_rank_wrote_and_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = iter([10.0, 12.5, 11.0])
+    monkeypatch.setattr(group_saves, "time", SimpleNamespace(monotonic=lambda: next(at)))
+    saves = GroupSaves(3)
+    saves.add(2, part(4, None).model_copy(update={"writing_seconds": 0.5}))
+    saves.hand_over(done(4).model_copy(update={"writing_seconds": 2.0}))
+    whole = saves.add(1, part(4, None))
+    assert whole is not None
+    assert (whole.writing, whole.waiting) == ([2.0, 0.0, 0.5], [0.0, 1.5, 2.5])
+
+
+def test_one_process_measures_no_ranks() -> None:
+    whole = GroupSaves(1).hand_over(done(1))
+    assert whole is not None
+    assert (whole.writing, whole.waiting) == ((), ())
+
+
+def rank_metrics(step: int, loss: float) -> RankMetrics:
+    return RankMetrics(step=step, metrics={"loss": loss})
+
+
+def test_the_mean_of_a_step_is_there_with_the_metrics_of_the_last_rank() -> None:
+    metrics = GroupMetrics(3)
+    assert metrics.add(1, rank_metrics(1, 2.0)) is None
+    assert not metrics.missing, "rank 0 does not wait"
+    assert metrics.add(0, rank_metrics(1, 1.0)) is None
+    assert metrics.missing == [2]
+    assert metrics.add(1, rank_metrics(2, 0.0)) is None, "rank 1 is a step ahead"
+    assert metrics.add(2, rank_metrics(1, 6.0)) == MeanMetrics(step=1, metrics={"loss": 3.0})
+    assert not metrics.missing
+
+
+def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() -> None:
+    metrics = GroupMetrics(3, within=timedelta(0))
+    metrics.add(0, rank_metrics(4, 1.0))
+    metrics.add(2, rank_metrics(4, 1.0))
+    assert not metrics.without({2})
+    assert metrics.without({1, 2}) == "rank 1 ended before step 4, of which rank 0 reported metrics"
+    assert metrics.overdue() == "rank 1 did not report step 4 within 0 s"
+    patient = GroupMetrics(2, within=timedelta(hours=1))
+    patient.add(0, rank_metrics(4, 1.0))
+    assert not patient.overdue()
+
+
+def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:
+    metrics = GroupMetrics(2, within=timedelta(seconds=0.2))
+    time.sleep(0.3)
+    metrics.add(0, rank_metrics(1, 1.0))
+    assert not metrics.overdue()

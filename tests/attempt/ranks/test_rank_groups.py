@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.group_saves import GroupSaves
+from prefect_tune.attempt.group_saves import GroupMetrics, GroupSaves
 from prefect_tune.runtime.processes.linux import children_of
 from prefect_tune.testing import without_server
 from tests.trainables.grouped import (
+    Different,
     Sharded,
     SlowSetup,
     SlowToWrite,
+    differs,
     lagging,
     late_at_last,
     launches,
@@ -291,3 +293,69 @@ def test_a_long_path_of_temporary_files_holds_the_socket_of_ranks(
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
     result = launched(tmp_path, trainable, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
+
+
+# ---------------------------------------------------------------------------------- metrics as the mean over all ranks
+
+
+def meaned(target: Path, trainable: Any, config: dict[str, Any], **options: Any) -> pt.TrialResult:
+    return pt.durable_trainable(
+        trainable,
+        config,
+        target=str(target),
+        experiment="e",
+        processes_per_trial=2,
+        metrics_from="mean",
+        checkpoint=pt.Cadence(every_steps=2),
+        **options,
+    )
+
+
+def test_the_metrics_of_a_step_are_the_mean_over_all_ranks_of_each_number_that_all_report(tmp_path: Path) -> None:
+    result = meaned(tmp_path, differs, {"steps": 3})
+    assert (result.status, result.step) == ("completed", 4)
+    assert result.metrics == {"loss": 3.0, "last": True}
+    third = pt.load_results(str(tmp_path), "e").curve("trial")[2]
+    assert third.metrics == {"loss": 8.0, "eval": {"loss": 8.0}, "epoch": 3, "name": "rank 0", "first": 7}
+
+
+def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> None:
+    result = meaned(tmp_path, Different, {}, stop={"score": 6})
+    assert (result.step, result.metrics["score"]) == (5, 6.0), "rank 0 alone reaches it at step 6"
+    [*_, last] = pt.load_results(str(tmp_path), "e").trials["trial"].checkpoints
+    assert (last.step, last.metrics["score"]) == (5, 6.0)
+
+
+def test_by_default_the_metrics_are_those_of_rank_0(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
+    result = pt.durable_trainable(differs, {"steps": 1}, **options)
+    assert (result.step, result.metrics) == (2, {"loss": 2.0, "last": True})
+
+
+def test_a_rank_that_returns_before_a_step_fails_its_mean_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(pt.TrialFailed, match="rank 1 ended before step 2, of which rank 0 reported metrics"):
+        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "return"})
+
+
+def test_a_rank_that_does_not_report_in_time_ends_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(seconds=0.5)))
+    policy = pt.FailurePolicy(max_machine_failures=0)
+    with pytest.raises(pt.TrialFailed, match=r"rank 1 did not report step 2 within 0\.5 s"):
+        meaned(tmp_path, differs, {"steps": 3, "at": 2, "does": "hang"}, failures=policy)
+
+
+def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
+    result = pt.durable_trainable(launches, {"by": "fork"}, metrics_from="mean", **options)
+    numbers = [number for _, number in undisturbed().values()]
+    assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)
+
+
+def test_the_stored_settings_and_a_resume_have_whose_metrics_count(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "metric": "loss", "num_samples": 1}
+    pt.tune(Different, stop={"step": 2}, processes_per_trial=2, metrics_from="mean", **options)
+    [trial] = pt.resume("e", target=str(tmp_path), stop={"step": 3}, trusted_packages=["tests"]).trials.values()
+    assert trial.metrics["loss"] == 8.0
+    resumed = pt.resume("e", target=str(tmp_path), stop={"step": 4}, metrics_from="rank 0", trusted_packages=["tests"])
+    [trial] = resumed.trials.values()
+    assert trial.metrics["loss"] == 6.0

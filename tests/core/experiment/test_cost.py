@@ -30,7 +30,17 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds, RunRecord, ended_after, seen
+from prefect_tune.core.usage_records import (
+    AttemptUse,
+    GroupSeconds,
+    GroupUse,
+    PhaseSeconds,
+    RankEnd,
+    RankSeconds,
+    RunRecord,
+    ended_after,
+    seen,
+)
 
 KEY = JournalKey(experiment="e", generation=1)
 BEGIN = datetime(2026, 11, 26, 3, tzinfo=UTC)
@@ -259,3 +269,33 @@ def test_each_category_has_a_key_and_says_what_it_means() -> None:
     assert [each.key for each in Category][:3] == ["training", "lost", "start"]
     assert str(Category.START) == "start and import"
     assert all(each.meaning.endswith(".") for each in Category)
+
+
+RANKS = RankSeconds(writing=(1, 2), waiting=(3, 0), sending=(4,))
+
+
+def test_a_lost_attempt_has_the_ranks_of_its_last_commit_and_one_that_ended_those_of_its_end() -> None:
+    saved = GroupSeconds(start=10, training=50, saving=5, ranks=RANKS)
+    begun = [opened(1, 0), added(), started(1, 10), committed(1, 5, 50, saved)]
+    assert [each.ranks for each in cost(*begun, until=200).attempts] == [RANKS]
+    end = saved.model_copy(update={"ranks": RANKS.plus(writing=(1, 1), waiting=(0, 0.5), sending=(1,))})
+    ends = (RankEnd(ranks=(1,), how="exited with code 3", is_cause=True),)
+    event = AttemptEnded(trial="t", cause=Cause.USER, message="x", use=GroupUse(seconds=end, ends=ends))
+    read = AttemptEnded.model_validate_json(event.model_dump_json())
+    assert read == event
+    [attempt] = cost(*begun, read, freed(1, 5, 100), until=200).attempts
+    assert attempt.ranks == RankSeconds(writing=(2, 3), waiting=(3, 0.5), sending=(5,))
+    assert isinstance(attempt.use, GroupUse)
+    assert attempt.use.ends == ends
+
+
+def test_nodes_that_sent_nothing_at_the_end_may_be_left_out_of_a_save() -> None:
+    assert RankSeconds(writing=(0,), waiting=(0,), sending=(1, 2, 3)).plus(sending=(1,)).sending == (2, 2, 3)
+
+
+def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:
+    alone = Finished(trial="t", reason="", use=used(training=1))
+    assert alone.use is not None
+    assert alone.use.model_dump().keys() == AttemptUse.model_fields.keys()
+    assert alone.use.model_dump()["seconds"].keys() == PhaseSeconds.model_fields.keys()
+    assert Finished.model_validate_json(alone.model_dump_json()) == alone

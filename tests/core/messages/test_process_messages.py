@@ -12,6 +12,9 @@ from prefect_tune.core.journal_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
     CheckpointSaved,
+    MeanMetrics,
+    Part,
+    RankMetrics,
     Start,
     StepDone,
     StopAndSave,
@@ -43,7 +46,9 @@ START = Start(
 )
 
 
-@pytest.mark.parametrize("said", [START, CheckpointSaved(step=3), StopAndSave()])
+@pytest.mark.parametrize(
+    "said", [START, CheckpointSaved(step=3), StopAndSave(), MeanMetrics(step=3, metrics={"loss": 0.5})]
+)
 def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
     assert to_trial.validate_json(said.model_dump_json()) == said
 
@@ -54,6 +59,8 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
         TrainableLoaded(pid=7, code="abc"),
         StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
         StepDone(report=REPORT),
+        Part(step=3, directory="/staging/3", writing_seconds=0.5),
+        RankMetrics(step=3, metrics={"loss": 0.5}),
         TrialEnded(reason="enough", returned=True),
         TrialEnded(reason="asked to", interrupted=True),
         Broke(cause=Cause.USER, message="ValueError: x", traceback="..."),

@@ -83,6 +83,9 @@ class OtherNodes:
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
         self._arrived: dict[int, str] = {}
         self._lost: dict[int, str] = {}
+        self._present: Sequence[int] = (0,)
+        self._sent_seconds: dict[int, float] = {}
+        """By node, in the last save to which several sent files."""
         self._ranks: dict[int, _RankElsewhere] = {}
         self._readers: dict[int, NodeReader] = {}
         self.stop: Callable[[], None] = lambda: None
@@ -108,7 +111,7 @@ class OtherNodes:
             self._writer.read_up_to.pop(absent, None)
         address, port = address_here(), free_port()
         self.placement = Placement(spec.processes_per_trial, 1 + len(present), 0, (address, port))
-        nodes = (0, *present)
+        nodes = self._present = (0, *present)
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
         self._writer.send(
             Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
@@ -122,6 +125,11 @@ class OtherNodes:
         seen = [each.seen_at for node, each in self._readers.items() if node not in self._lost]
         return min(seen, default=math.inf)
 
+    @property
+    def sending(self) -> Sequence[float]:
+        """How many seconds each node took in the last save until its files were on the target; 0 if it had none."""
+        return [self._sent_seconds.get(each, 0.0) for each in self._present]
+
     def lost(self) -> Mapping[int, str]:
         """Return the nodes that are gone, with the reason."""
         return dict(self._lost)
@@ -134,7 +142,16 @@ class OtherNodes:
         """
         parent, collected = parent_of_next(self._spec.trial, before), reused_from(before)
         self._writer.send(SendPart(key=key, parent=parent, collected_up_to=collected))
-        yield PartsOfSave(self._key, self._term, tuple(nodes), _waits, self.lost)
+        began, self._sent_seconds = time.monotonic(), {}
+
+        def arrived(node: int) -> None:
+            self._sent_seconds[node] = time.monotonic() - began
+
+        def waits() -> Callable[[], bool]:
+            arrived(0)
+            return _waits()
+
+        yield PartsOfSave(self._key, self._term, tuple(nodes), waits, self.lost, arrived)
         for node in nodes:
             self._writer.delete(self._key.part_path(key, node))
 

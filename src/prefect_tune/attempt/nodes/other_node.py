@@ -22,7 +22,7 @@ from prefect_tune.attempt.attempt_tasks import AttemptTasks
 from prefect_tune.attempt.group_saves import merge, remove_directory
 from prefect_tune.attempt.nodes.node_stream import NodeReader, NodeWriter
 from prefect_tune.attempt.processes.process_channel import TrialChannel
-from prefect_tune.attempt.processes.process_output import Log, TrialLog
+from prefect_tune.attempt.processes.process_output import Log, rank_log
 from prefect_tune.attempt.processes.rank_group import Placement, RankEnded, RankGroup, rank_group
 from prefect_tune.attempt.search_link import SearchLink
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
@@ -187,8 +187,7 @@ class _OtherNode:
         return begin.start.model_copy(update=here)
 
     def _process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        log = TrialLog(self._log, f"rank {start.rank.rank}")
-        return self._link.process(start, log, self._request.environment)
+        return self._link.process(start, rank_log(self._log, start.rank.rank), self._request.environment)
 
     def _serve(self, group: RankGroup) -> None:
         """Pass messages on, both ways, until the attempt is over."""

@@ -34,14 +34,21 @@ _LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
 
 
 class TrialLog(logging.LoggerAdapter[logging.Logger]):
-    """A log that begins each message with the trial's name: the log of a flow run shows many trials."""
+    """A log that begins each message with `subject`, such as the trial: the log of a flow run shows many trials."""
 
-    def __init__(self, log: Log, trial: str) -> None:
+    def __init__(self, log: Log, subject: str) -> None:
         super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
-        self._trial = trial
+        self.subject = subject
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        return f"trial {self._trial}: {msg}", kwargs
+        return f"{self.subject}: {msg}", kwargs
+
+
+def rank_log(log: Log, rank: int) -> TrialLog:
+    """Return the log of a rank: each message begins with `trial 00003/rank 1`, or `rank 1` where `log` has no trial."""
+    if isinstance(log, TrialLog):
+        return TrialLog(log.logger, f"{log.subject}/rank {rank}")
+    return TrialLog(log, f"rank {rank}")
 
 
 class WaitLog:

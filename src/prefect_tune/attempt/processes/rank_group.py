@@ -63,7 +63,9 @@ class RankGroup:
         channels: Sequence[TrialChannel],
         joins: _Joins | None = None,
         known_up_to: Callable[[], float] = lambda: math.inf,
+        node_count: int = 1,
     ) -> None:
+        self.node_count = node_count
         self.known_up_to = known_up_to
         """Returns up to when it is known of all ranks whether they are gone, in seconds of the monotonic clock."""
         self._channels = dict(enumerate(channels))
@@ -275,7 +277,7 @@ def rank_group(
     with ExitStack() as opened:
         if placement.world_size > 1:
             here = [opened.enter_context(open_channel(each)) for each in _starts(start, placement)]
-            group = RankGroup([*here, *elsewhere], known_up_to=known_up_to)
+            group = RankGroup([*here, *elsewhere], known_up_to=known_up_to, node_count=placement.node_count)
             opened.callback(group.close)
             yield group
             return

@@ -52,6 +52,8 @@ class PartsOfSave:
     """Called when the files of node 0 are sent; returns a function that waits a moment, or returns False: too late."""
     lost: Callable[[], Mapping[int, str]]
     """Returns the nodes that are gone, with the reason."""
+    arrived: Callable[[int], None] = lambda _: None
+    """Called when the part of a node is there."""
 
 
 def send_part(  # noqa: PLR0913 - as `commit`, and whose part it is
@@ -98,6 +100,7 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         for node in missing:
             if (part := _part(store, manifest.key, wanted, node)) is not None:
                 found[node] = part
+                wanted.arrived(node)
         still = [each for each in missing if each not in found]
         if gone := {each: why for each, why in wanted.lost().items() if each in still}:
             raise PartMissing("; ".join(f"node {each} {why}" for each, why in gone.items()))

@@ -21,7 +21,7 @@ from typing import Self
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial import Phase, Trial, newest_checkpoint
 from prefect_tune.core.models import parse_time
-from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, PhaseSeconds
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd, RankSeconds
 
 __all__ = ["AttemptCost", "Category", "ExperimentCost", "RunCost", "cost_of"]
 
@@ -68,6 +68,13 @@ class AttemptCost:
     """All but idle."""
     use: AttemptUse | None
     """Its processors and memory; None for an attempt that runs, or was lost."""
+    ranks: RankSeconds | None = None
+    """The seconds of its saves by rank; None for a single process."""
+
+    @property
+    def rank_ends(self) -> Sequence[RankEnd]:
+        """How ranks ended that did not end like the others."""
+        return self.use.ends if isinstance(self.use, GroupUse) else ()
 
     @property
     def total_seconds(self) -> float:
@@ -104,6 +111,11 @@ class ExperimentCost:
     def run_seconds(self) -> float:
         """The time of all runs, without the time between them."""
         return sum(each.seconds for each in self.runs)
+
+    @property
+    def waited_for_ranks_seconds(self) -> float:
+        """How long saves waited for the slowest rank: the sum over attempts, of each that of the longest wait."""
+        return sum(max(each.ranks.waiting) for each in self.attempts if each.ranks)
 
     def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts of each trial that has any."""
@@ -181,7 +193,7 @@ def _attempts(trial: Trial, runs: Sequence[_Run], until: datetime) -> Iterator[A
         free_at = max(first, free_at)
         before = max(0.0, (times[-1] - first).total_seconds()) if record.began_at else 0.0
         seconds = _shared_out(record, before, (free_at - first).total_seconds(), is_running=is_running)
-        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use)
+        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, record.ranks)
 
 
 def _so_far(trial: Trial, record: AttemptRecord) -> AttemptRecord:

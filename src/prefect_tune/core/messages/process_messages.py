@@ -25,11 +25,14 @@ __all__ = [
     "ImportRequest",
     "Join",
     "Leave",
+    "MeanMetrics",
+    "MetricsFrom",
     "MilestoneReached",
     "Part",
     "Preload",
     "Proceed",
     "Rank",
+    "RankMetrics",
     "Refused",
     "SaveFailed",
     "Start",
@@ -95,6 +98,10 @@ class Rank(Value):
     """Environment variables that tell libraries the same, such as RANK and MASTER_ADDR."""
 
 
+MetricsFrom: TypeAlias = Literal["rank 0", "mean"]
+"""Whose metrics are those of a step of several ranks: those of rank 0, or the mean over all ranks."""
+
+
 class Start(Value):
     """Start training: all inputs of an attempt."""
 
@@ -130,6 +137,8 @@ class Start(Value):
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: Rank = Field(default_factory=Rank)
+    metrics_from: MetricsFrom = "rank 0"
+    """Whose metrics are those of a step."""
     ranks_at: PathName = ""
     """The socket that ranks join which the trainable's own launcher starts; empty if none may."""
 
@@ -224,6 +233,8 @@ class StepDone(Value):
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
+    writing_seconds: float = 0.0
+    """How long the checkpoint took to write, or to copy."""
 
 
 class Part(Value):
@@ -235,6 +246,24 @@ class Part(Value):
     """Its files; None if it adds none, or if another node holds them."""
     node: int = 0
     """The node that holds its files, if that is another one than the first."""
+    writing_seconds: float = 0.0
+    """As in `StepDone`."""
+
+
+class RankMetrics(Value):
+    """What a rank reports for a step, if the metrics of a step are the mean over all ranks."""
+
+    type: Literal["rank-metrics"] = "rank-metrics"
+    step: int
+    metrics: Mapping[str, object]
+
+
+class MeanMetrics(Value):
+    """The metrics of a step, for which rank 0 waits: those of all ranks have arrived."""
+
+    type: Literal["mean-metrics"] = "mean-metrics"
+    step: int
+    metrics: Mapping[str, object]
 
 
 class MilestoneReached(Value):
@@ -290,9 +319,21 @@ class Broke(Value):
 
 
 _ToTrial: TypeAlias = (
-    Surroundings | Preload | Start | Refused | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave | Directive
+    Surroundings
+    | Preload
+    | Start
+    | Refused
+    | CheckpointSaved
+    | SaveFailed
+    | StopAndSave
+    | Proceed
+    | Leave
+    | Directive
+    | MeanMetrics
 )
-_FromTrial: TypeAlias = Join | MilestoneReached | TrainableLoaded | StepDone | Part | Directive | TrialEnded | Broke
+_FromTrial: TypeAlias = (
+    Join | MilestoneReached | TrainableLoaded | StepDone | Part | RankMetrics | Directive | TrialEnded | Broke
+)
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
