@@ -1,12 +1,11 @@
 """The same search with prefect-tune and with Ray Tune, in turns: trials and reports a second, delays, CPU time.
 
-    python -m benchmarks.throughput --ray PYTHON [--extras PYTHON] [--write] [--rounds 3]
+    python -m benchmarks.throughput --ray PYTHON [--write] [--rounds 3]
 
-The first PYTHON is an interpreter with `ray[tune]` and nothing of ours; the other has this package with its extras, the
-clouds' among them, whose cost at import is measured too. Each search is a process of its own
-(`peers/ours.py`, `peers/ray_tune.py`), on a local directory, two trials at a time, with what each has for defaults, but
-for Ray's `reuse_actors=True`, without which each of its trials costs a process. What they leave is removed at the
-end: ext4 looks past every inode that was freed in the last minutes, and would make each search slower than the last.
+PYTHON is an interpreter with `ray[tune]` and nothing of ours. Each search is a process of its own (`peers/ours.py`,
+`peers/ray_tune.py`), on a local directory, two trials at a time, with what each has for defaults, but for Ray's
+`reuse_actors=True`, without which each of its trials costs a process. What they leave is removed at the end: ext4 looks
+past every inode that was freed in the last minutes, and would make each search slower than the last.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
-from benchmarks.measuring.tables import circumstances, extras_in, table, version_in, write
+from benchmarks.measuring.tables import circumstances, table, version_in, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _PATIENCE_SECONDS = 600
@@ -206,37 +205,9 @@ def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
     return f"**{title}**\n\n{table(['', 'prefect-tune', 'Ray Tune', 'ahead by'], rows)}"
 
 
-def _imports(ours: Sequence[str], ray: str, environment: Mapping[str, str]) -> str:
-    begin = "import prefect_tune"
-    statements = [(each, what) for each in ours for what in (begin, f"{begin}; prefect_tune.tune", "import prefect")]
-    extras = {python: f", extras: {', '.join(extras_in(python))}" for python in ours}
-    rows = [
-        [f"`{what}`{extras.get(python, '')}", *_import_cost(python, what, environment)]
-        for python, what in [*statements, (ray, "from ray import tune")]
-    ]
-    return table(["import", "CPU s", "MiB"], rows)
-
-
-def _import_cost(python: str, what: str, environment: Mapping[str, str]) -> list[str]:
-    """CPU seconds and peak memory beyond those of an empty interpreter, medians of five."""
-
-    def run(code: str) -> tuple[float, float]:
-        process = subprocess.Popen([python, "-c", code], env=environment)
-        _, _, used = os.wait4(process.pid, 0)
-        process.returncode = 0
-        return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-
-    whole, empty = ([run(code) for _ in range(5)] for code in (what, "pass"))
-    cpu, memory = (
-        statistics.median(each[at] for each in whole) - statistics.median(each[at] for each in empty) for at in (0, 1)
-    )
-    return [f"{cpu:.2f}", f"{memory:.0f}"]
-
-
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", required=True, metavar="PYTHON", help="an interpreter that has ray[tune]")
-    parser.add_argument("--extras", nargs="+", default=[], metavar="PYTHON", help="interpreters with other extras")
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -255,7 +226,6 @@ def _main() -> None:
         with prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
             rows = _compared(served, cluster, works[0], asked.rounds, room)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
-        parts.append(_imports([sys.executable, *asked.extras], asked.ray, environment))
     versions = f"{circumstances('prefect', 'pydantic')[:-1]}, ray {version_in(asked.ray, 'ray')}."
     parts.append(f"Medians of {asked.rounds} rounds. {versions}")
     text = "\n\n".join(parts)

@@ -1,0 +1,61 @@
+"""What an import costs: CPU seconds and memory of `prefect_tune` and of its flows, whatever extras are installed.
+
+    python -m benchmarks.import_cost [--others PYTHON ...] [--ray PYTHON] [--write]
+
+The others are interpreters that have this package with other extras, such as the clouds' packages of credentials, which
+must cost nothing until a block of theirs is used. Ray's has `ray[tune]`. Modules are compiled already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.measuring.tables import circumstances, extras_in, table, version_in, write
+
+_ROUNDS = 5
+
+
+def _cost(python: str, code: str) -> list[str]:
+    """Return CPU seconds and peak memory beyond those of an empty interpreter, medians of the rounds."""
+    whole, empty = ([_run(python, each) for _ in range(_ROUNDS)] for each in (code, "pass"))
+    cpu, memory = (
+        statistics.median(each[at] for each in whole) - statistics.median(each[at] for each in empty) for at in (0, 1)
+    )
+    return [f"{cpu:.2f}", f"{memory:.0f}"]
+
+
+def _run(python: str, code: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory() as home:
+        process = subprocess.Popen([python, "-c", code], env={**os.environ, "PREFECT_HOME": home}, cwd=home)
+        _, _, used = os.wait4(process.pid, 0)
+    process.returncode = 0
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--others", nargs="+", default=[], metavar="PYTHON", help="interpreters with other extras")
+    parser.add_argument("--ray", metavar="PYTHON", help="an interpreter that has ray[tune]")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    asked = parser.parse_args()
+    rows = [
+        [f"`{code}`", ", ".join(extras_in(python)), *_cost(python, code)]
+        for python in (sys.executable, *asked.others)
+        for code in ("import prefect_tune", "import prefect_tune; prefect_tune.tune", "import prefect")
+    ]
+    if asked.ray:
+        rows.append(["`from ray import tune`", version_in(asked.ray, "ray"), *_cost(asked.ray, "from ray import tune")])
+    made = f"Medians of {_ROUNDS}. {circumstances('prefect', 'pydantic')}"
+    text = f"{table(['import', 'extras, or version', 'CPU s', 'MiB'], rows)}\n\n{made}"
+    print(text)
+    if asked.write:
+        write("import_cost", text)
+
+
+if __name__ == "__main__":
+    _main()
