@@ -408,10 +408,21 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(seconds=0.3)))
+    class Impatient(GroupMetrics):
+        """Its time is a number of looks, so that a slow machine has as much of it."""
+
+        def restart(self) -> None:
+            super().restart()
+            self.looks = 0
+
+        def overdue(self) -> str:
+            self.looks += 1
+            return "too late" if self.looks > 30 else ""
+
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
-    first = FakeChannel([LOADED, reported, *[0.02] * 60, TrialEnded(reason="done")])
-    second = FakeChannel([*[0.02] * 40, LOADED, reported, TrialEnded(reason="done")])
+    first = FakeChannel([LOADED, reported, *[0.001] * 180, TrialEnded(reason="done")])
+    second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(reason="done")])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
     worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
     found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
