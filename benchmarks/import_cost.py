@@ -26,7 +26,7 @@ def _cost(python: str, code: str) -> list[str]:
     cpu, memory = (
         statistics.median(each[at] for each in whole) - statistics.median(each[at] for each in empty) for at in (0, 1)
     )
-    return [f"{cpu:.2f}", f"{memory:.0f}"]
+    return [f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
 
 
 def _run(python: str, code: str) -> tuple[float, float]:
