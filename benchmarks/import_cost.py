@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,9 @@ _ROUNDS = 5
 
 
 def _cost(python: str, code: str) -> list[str]:
-    """Return CPU seconds and peak memory beyond those of an empty interpreter, medians of the rounds."""
+    """Return CPU seconds and peak memory beyond those of an empty interpreter: the least of the rounds, without noise."""
     whole, empty = ([_run(python, each) for _ in range(_ROUNDS)] for each in (code, "pass"))
-    cpu, memory = (
-        statistics.median(each[at] for each in whole) - statistics.median(each[at] for each in empty) for at in (0, 1)
-    )
+    cpu, memory = (min(each[at] for each in whole) - min(each[at] for each in empty) for at in (0, 1))
     return [f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
 
 
@@ -50,7 +47,7 @@ def _main() -> None:
     ]
     if asked.ray:
         rows.append(["`from ray import tune`", version_in(asked.ray, "ray"), *_cost(asked.ray, "from ray import tune")])
-    made = f"Medians of {_ROUNDS}. {circumstances('prefect', 'pydantic')}"
+    made = f"The least of {_ROUNDS}. {circumstances('prefect', 'pydantic')}"
     text = f"{table(['import', 'extras, or version', 'CPU s', 'MiB'], rows)}\n\n{made}"
     print(text)
     if asked.write:
