@@ -20,7 +20,7 @@ _ROUNDS = 5
 
 
 def _cost(python: str, code: str) -> list[str]:
-    """Return CPU seconds and peak memory beyond those of an empty interpreter: the least of the rounds, without noise."""
+    """Return CPU seconds and peak memory beyond those of an empty interpreter: the least of the rounds."""
     whole, empty = ([_run(python, each) for _ in range(_ROUNDS)] for each in (code, "pass"))
     cpu, memory = (min(each[at] for each in whole) - min(each[at] for each in empty) for at in (0, 1))
     return [f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
