@@ -15,6 +15,6 @@ for name in (
     "processes",
     "visible",
     "trial_cost",
-    "import_cost",
+    "peers.import_cost",
 ):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--write"], check=True)

@@ -1,6 +1,6 @@
 """What an import costs: CPU seconds and memory of `prefect_tune` and of its flows, whatever extras are installed.
 
-    python -m benchmarks.import_cost [--others PYTHON ...] [--ray PYTHON] [--write]
+    python -m benchmarks.peers.import_cost [--others PYTHON ...] [--ray PYTHON] [--write]
 
 The others are interpreters that have this package with other extras, such as the clouds' packages of credentials, which
 must cost nothing until a block of theirs is used. Ray's has `ray[tune]`. Modules are compiled already.
