@@ -13,17 +13,23 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 
 from benchmarks.measuring.tables import circumstances, extras_in, table, version_in, write
 
 _ROUNDS = 5
 
 
-def _cost(python: str, code: str) -> list[str]:
-    """Return CPU seconds and peak memory beyond those of an empty interpreter: the least of the rounds."""
-    whole, empty = ([_run(python, each) for _ in range(_ROUNDS)] for each in (code, "pass"))
-    cpu, memory = (min(each[at] for each in whole) - min(each[at] for each in empty) for at in (0, 1))
-    return [f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
+def _costs(python: str, named: str, codes: Sequence[str]) -> Iterator[list[str]]:
+    """Yield CPU seconds and peak memory of each code beyond those of an empty interpreter: the least of the rounds."""
+    empty = _least(python, "pass")
+    for code in codes:
+        cpu, memory = (whole - least for whole, least in zip(_least(python, code), empty, strict=True))
+        yield [f"`{code}`", named, f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
+
+
+def _least(python: str, code: str) -> Sequence[float]:
+    return [min(each) for each in zip(*(_run(python, code) for _ in range(_ROUNDS)), strict=True)]
 
 
 def _run(python: str, code: str) -> tuple[float, float]:
@@ -40,13 +46,10 @@ def _main() -> None:
     parser.add_argument("--ray", metavar="PYTHON", help="an interpreter that has ray[tune]")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     asked = parser.parse_args()
-    rows = [
-        [f"`{code}`", ", ".join(extras_in(python)), *_cost(python, code)]
-        for python in (sys.executable, *asked.others)
-        for code in ("import prefect_tune", "import prefect_tune; prefect_tune.tune", "import prefect")
-    ]
+    ours = ("import prefect_tune", "import prefect_tune; prefect_tune.tune", "import prefect")
+    rows = [row for each in (sys.executable, *asked.others) for row in _costs(each, ", ".join(extras_in(each)), ours)]
     if asked.ray:
-        rows.append(["`from ray import tune`", version_in(asked.ray, "ray"), *_cost(asked.ray, "from ray import tune")])
+        rows += _costs(asked.ray, version_in(asked.ray, "ray"), ["from ray import tune"])
     made = f"The least of {_ROUNDS}. {circumstances('prefect', 'pydantic')}"
     text = f"{table(['import', 'extras, or version', 'CPU s', 'MiB'], rows)}\n\n{made}"
     print(text)

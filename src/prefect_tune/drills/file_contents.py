@@ -195,27 +195,27 @@ def _read_zip(path: Path) -> Mapping[str, Any]:
         if names and all(name.endswith(".npy") for name in names):
             with import_module("numpy").load(path, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
-        if _SKOPS in names:
-            return dict(flat_values(_without_ids(json.loads(archive.read(_SKOPS)), archive)))
         members = {name: archive.read(name) for name in names}
+        if _SKOPS in members:
+            return dict(flat_values(_without_ids(json.loads(members[_SKOPS]), members)))
         for name in [each for each in names if each.endswith("/data.pkl")]:
             with suppress(Exception):  # it stays bytes
                 members |= {f"{name}.{key}": each for key, each in _pickled_values(members[name]).items()} | {name: b""}
         return members
 
 
-def _without_ids(node: Any, archive: zipfile.ZipFile) -> Any:
+def _without_ids(node: Any, members: Mapping[str, bytes]) -> Any:
     """Return a node of skops with the values of its file, and without ids: they differ between processes.
 
     skops names its files by the ids of the objects, too.
     """
     if isinstance(node, list):
-        return [_without_ids(each, archive) for each in node]
+        return [_without_ids(each, members) for each in node]
     if not isinstance(node, dict):
         return node
-    found = {key: _without_ids(each, archive) for key, each in node.items() if key != "__id__"}
-    if (name := node.get("file")) in archive.namelist():
-        data = archive.read(name)
+    found = {key: _without_ids(each, members) for key, each in node.items() if key != "__id__"}
+    if isinstance(name := node.get("file"), str) and name in members:
+        data = members[name]
         is_array = data.startswith(_NPY)
         found["file"] = import_module("numpy").load(io.BytesIO(data), allow_pickle=False) if is_array else data
     return found
