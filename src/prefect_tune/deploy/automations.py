@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any, Literal
 
 from prefect.automations import (
@@ -25,7 +26,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes
 from prefect.events.schemas.automations import Automation
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
@@ -321,9 +322,18 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
         for each in _chosen(names, _window(None)):
             found = _found(client, each)
             for automation in found:
-                client.delete_automation(automation.id)
+                _delete(client, automation)
             removed += [each.name] if found else []
     return removed
+
+
+def _delete(client: SyncPrefectClient, automation: Automation) -> None:
+    """Delete an automation, unless it is gone: another process, or a request whose answer was lost, has deleted it."""
+    try:
+        client.delete_automation(automation.id)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.NOT_FOUND:
+            raise
 
 
 def require_block(slug: str) -> None:
@@ -400,7 +410,7 @@ def _installed(client: SyncPrefectClient, wanted: AutomationSpec, actions: Seque
         return _as_installed(wanted, new)
     first, *others = found
     for each in others:  # concurrent installs created duplicates
-        client.delete_automation(each.id)
+        _delete(client, each)
     enabled = first.enabled if _act(first.actions) else bool(wanted.acts or actions)
     there: Sequence[Any] = first.actions  # Prefect Cloud's may be of types that this Prefect does not know
     new = _automation(wanted, actions or there, enabled=enabled)

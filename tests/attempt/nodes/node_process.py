@@ -1,12 +1,9 @@
-"""One node of an attempt, as a program of its own: `python -m tests.attempt.nodes.node_process FOLDER NODE OPTIONS`.
-
-Node 0 runs attempt after attempt until the trial has ended, as a search would order them.
-"""
+"""One node of an attempt, as a process in a session of its own, forked from one that has imported everything."""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import sys
 import threading
 from datetime import timedelta
@@ -60,10 +57,15 @@ def run_node(folder: Path, node: int, attempt: int, config: dict[str, Any], opti
             link.close()
 
 
-if __name__ == "__main__":
+def run_process(log: Path, folder: Path, node: int, attempt: int, config: Any, options: Any) -> None:
+    """Run a node, as a machine of its own would; all output goes to `log`."""
+    os.setsid()
+    os.environ["OF_TEST"] = str(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=5), timedelta(seconds=1)
+    node_stream.SILENCE, node_stream.ALIVE_EVERY = timedelta(seconds=options.pop("silence", 60)), timedelta(seconds=1)
     first_node._FEWER_AFTER = timedelta(seconds=2)
-    where, number, tries, asked, others = sys.argv[1:]
-    print("ENDED", run_node(Path(where), int(number), int(tries), json.loads(asked), json.loads(others)), flush=True)
+    print("ENDED", run_node(folder, node, attempt, config, options), flush=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.tasks.checkpoints import download_checkpoint
-from tests.attempt.nodes.node_process import STEPS
+from tests.attempt.nodes.node_process import STEPS, run_process
 from tests.fakes.searches.far_attempts import require_experiment
 
 _JOURNAL = JournalKey(experiment="e", generation=1, trial="00000")
@@ -31,28 +31,22 @@ _MINUTE = timedelta(minutes=1)
 class Cluster:
     """Starts the nodes of attempts, each with its own session, as machines have."""
 
+    _context = multiprocessing.get_context("forkserver")
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = LocalTarget(path=str(folder / "target"))
         require_experiment(self.target, _JOURNAL.of_experiment)
-        self.nodes: list[subprocess.Popen[str]] = []
+        self.nodes: list[BaseProcess] = []
+        self._context.set_forkserver_preload(["tests.flows.preloaded"])
 
     def start(self, node: int, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> Path:
         """Start a node; return the file with its output."""
         log = self.folder / f"node-{node}-{attempt}.log"
-        arguments = [str(self.folder), str(node), str(attempt), json.dumps(config or {}), json.dumps(options)]
-        command = [sys.executable, "-m", "tests.attempt.nodes.node_process", *arguments]
-        with log.open("w") as output:
-            self.nodes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                    env={**os.environ, "OF_TEST": str(self.folder)},
-                )
-            )
+        call = (log, self.folder, node, attempt, config or {}, options)
+        process = self._context.Process(target=run_process, args=call, daemon=False)
+        process.start()
+        self.nodes.append(process)
         return log
 
     def train(self, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> list[str]:
@@ -63,13 +57,17 @@ class Cluster:
 
     def wait(self) -> None:
         for each in self.nodes:
-            each.wait(120)
+            each.join(120)
 
     def kill(self) -> None:
         for each in self.nodes:
-            if each.poll() is None:
-                os.killpg(each.pid, signal.SIGKILL)
-                each.wait()
+            if each.is_alive():
+                self.kill_node(each)
+
+    def kill_node(self, node: BaseProcess) -> None:
+        assert node.pid is not None
+        os.killpg(node.pid, signal.SIGKILL)
+        node.join(60)
 
     def trial(self) -> Trial:
         with self.target.open(timeout=_MINUTE) as store:
@@ -145,16 +143,15 @@ def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_co
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continues(node: int, cluster: Cluster) -> None:
     config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
-    logs = [cluster.start(each, config=config) for each in range(2)]
+    logs = [cluster.start(each, config=config, silence=8) for each in range(2)]
     wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
-    os.killpg(cluster.nodes[node].pid, signal.SIGKILL)
-    cluster.nodes[node].wait()
+    cluster.kill_node(cluster.nodes[node])
     killed_at = time.monotonic()
-    cluster.nodes[1 - node].wait(60)
+    cluster.nodes[1 - node].join(60)
     assert time.monotonic() - killed_at < 30
     said = logs[1 - node].read_text()
     assert f"node {node}" in said
-    assert "has written nothing for 5 s" in said
+    assert "has written nothing for 8 s" in said
     wait_until(lambda: not _trials_below(cluster.folder), logs)
     cluster.train(attempt=2)
     assert (cluster.trial().phase, cluster.trial().step, cluster.trial().attempt) == (Phase.FINISHED, STEPS, 2)

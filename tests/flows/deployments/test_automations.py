@@ -32,6 +32,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Quarantined
 from prefect_tune.core.notifications.prefect_events import labels_of, payload_of
+from prefect_tune.deploy import automations
 from prefect_tune.deploy.automations import automation_names, install_automations, shipped, uninstall_automations
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from tests.fakes.feed import Feed
@@ -99,6 +100,21 @@ class TestInstalled:
         changed = {name for name, each in found().items() if each["updated"] != first[name]["updated"]}
         assert changed == {"prefect-tune: mark a run without heartbeats as crashed"}
         assert found()[changed.pop()]["trigger"]["within"] == 120
+
+    def test_one_that_another_process_deletes_at_the_same_time_is_no_error(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install_automations()
+        look = automations._found
+
+        def deleted_by_another(client: Any, wanted: Any) -> Any:
+            for each in (seen := look(client, wanted)):
+                client.delete_automation(each.id)
+            return seen
+
+        monkeypatch.setattr(automations, "_found", deleted_by_another)
+        assert set(uninstall_automations()) == set(automation_names())
+        assert not set(found()) & set(automation_names())
 
     def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
         install_automations(names=[BEST])
