@@ -10,7 +10,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import certifi
@@ -78,7 +78,11 @@ _DEPLOYED = (
     "tests/test_docs.py::test_the_page_on_automations",
     "tests/test_docs.py::test_the_page_on_deployments",
 )
-"""They change what is one for all on a Prefect server: deployments, work pools and automations."""
+"""They change what is one for all on a Prefect server: deployments, work pools and automations.
+
+One worker begins with them, so that its Prefect server is its own.
+"""
+_running = ""
 
 
 class _Scheduling(LoadScopeScheduling):
@@ -100,12 +104,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the tests that need a Prefect server time, and begin with those that take longest.
 
-    The first that needs a server waits for it to start; and a long one at the end has all other workers wait.
+    The first that needs a server waits for it to start; and a long one at the end has all other workers wait. Before
+    these come the tests that need a Prefect server of their own.
     """
     for item in items:
         if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
-    items.sort(key=_patience, reverse=True)
+    items.sort(key=lambda item: (item.nodeid.startswith(_DEPLOYED), _patience(item)), reverse=True)
 
 
 def _patience(item: pytest.Item) -> float:
@@ -175,18 +180,33 @@ def _audited(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Return the API address of a Prefect server that all tests of a run share, on a database that was empty.
+    """Return the API address of a Prefect server on a database that was empty, shared by the session's tests.
 
-    Started when first asked for. Flows and tasks called in the test use it by default; give the
+    Started when first asked for. All workers of a run share one, except the worker that began with the tests that
+    change what is one for all: it has its own. Flows and tasks called in the test use it by default; give the
     address as `PREFECT_API_URL` to child processes.
     """
+    from prefect import context
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from tests.fakes.servers.shared_prefect_server import url_of_shared_server
+    from tests.fakes.servers.shared_prefect_server import SharedPrefectServer, url_of_shared_server
 
-    url = url_of_shared_server(_shared_folder(pytestconfig))
-    with temporary_settings({PREFECT_API_URL: url}):
+    with ExitStack() as stack:
+        folder = _shared_folder(pytestconfig)
+        if _running.startswith(_DEPLOYED):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            stack.enter_context(closing(SharedPrefectServer(pytestconfig, folder)))
+        url = url_of_shared_server(folder)
+        stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
+        if of_all_contexts := getattr(context, "_temporary_global_settings_context", None):  # Prefect 3.9
+            stack.enter_context(of_all_contexts(context.get_settings_context()))  # for threads, as in its own harness
         yield url
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note which test asks for a Prefect server."""
+    global _running  # noqa: PLW0603  a fixture of the session does not know its first test
+    _running = item.nodeid
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
