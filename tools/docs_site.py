@@ -43,8 +43,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.drill",
             "drills",
             "flows.maintain",
-            "maintenance.runner",
-            "maintenance.delete_experiment",
+            "maintenance",
         ),
     ),
     "trainables": (

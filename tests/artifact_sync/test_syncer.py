@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.artifact_sync.syncer import Syncer
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt.trial_artifacts import syncer_for
 from prefect_tune.blocks import LocalTarget, SyncConfig
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError

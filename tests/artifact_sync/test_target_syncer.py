@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync.syncer import SyncTimedOut
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import SyncTimedOut, TargetSyncer
 from prefect_tune.core.checkpoints.artifact_index import newest_index
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
@@ -73,7 +72,7 @@ class _Deaf(Bucket):
 
 
 def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.artifact_sync.target_syncer._GRACE", timedelta(0))
+    monkeypatch.setattr("prefect_tune.artifact_sync._GRACE", timedelta(0))
     BUCKETS["deaf"] = bucket = _Deaf()
     bucket.gate.clear()
     (local / "big.bin").unlink()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from prefect_tune.drills.evidence import DrillRun, Record
-from prefect_tune.drills.forgotten import forgotten_in
+from prefect_tune.drills.findings import forgotten_in
 
 DIGESTS = [f"{number:016x}" for number in range(100)]
 

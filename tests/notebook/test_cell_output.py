@@ -11,7 +11,7 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from prefect_tune.core.html_tables import Html
-from prefect_tune.notebook.cell_output import CellOutput, Ending, live_output, quiet_console
+from prefect_tune.notebook import CellOutput, Ending, live_output, quiet_console
 
 
 class Cell(CellOutput):

@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import Cause, CheckpointRef, QuarantinedCheckpoint, Question
 from prefect_tune.core.notifications.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.maintenance.runner import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
+from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
 from prefect_tune.suspension import suspend_loop
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.suspend_loop import asked_in_terminal

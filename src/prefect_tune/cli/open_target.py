@@ -94,7 +94,7 @@ def _folders(paths: Iterable[str]) -> Iterator[str]:
 
 def _similar_prefix(place: StorageTarget) -> str:
     """Return a folder of a bucket that has experiments, and is named like the one of `place`."""
-    from prefect_tune.blocks.targets.object_target import ObjectTarget
+    from prefect_tune.blocks.storage_target import ObjectTarget
 
     if not isinstance(place, ObjectTarget) or not place.prefix:
         return ""

@@ -20,8 +20,7 @@ from prefect_tune.core.html_tables import Html
 from prefect_tune.core.journal_events import Event
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.notebook.cell_output import Ending, live_output, output_here
-from prefect_tune.notebook.html import progress_html
+from prefect_tune.notebook import Ending, live_output, output_here, progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, live_display
 from prefect_tune.terminal.progress_state import ProgressTracker
