@@ -19,7 +19,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.attempt import Attempt, has_had_enough
 from prefect_tune.attempt.attempt_tasks import ClonedCheckpoint, SavedCheckpoint
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded, log_failure, state_of
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool

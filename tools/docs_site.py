@@ -38,7 +38,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "flows.resume",
             "flows.durable_trainable",
             "results",
-            "tuner.stopping",
+            "tuner.stop_experiment",
             "tuner.audit",
             "flows.drill",
             "drills",

@@ -36,8 +36,9 @@ from prefect_tune.reporting.trial_charts import learning_curves
 from prefect_tune.terminal.cost_view import cost_sentence
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_duration, format_value, names_of
 from prefect_tune.terminal.live_display import console_handlers
-from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import (
+    Note,
+    ProgressState,
     cells_of,
     chosen_trials,
     common_metrics,

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.notebook import Ending, can_show_output, progress_html, results_html
-from prefect_tune.terminal.progress_state import Note, ProgressState
+from prefect_tune.terminal.progress_view import Note, ProgressState
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
 from tests.fakes.html_tags import Tags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_number, format_span
+from prefect_tune.terminal.formatting import format_cell, format_count, format_metrics, format_number, format_span
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from rich.console import Console
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal_events import CheckpointRef
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.progress_state import Note, ProgressState
-from prefect_tune.terminal.progress_view import cells_of, frame, line
+from prefect_tune.terminal.progress_view import Note, ProgressState, cells_of, frame, line
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.searches.journal_builder import all_statuses
 

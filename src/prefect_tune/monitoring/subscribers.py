@@ -19,8 +19,7 @@ from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status import LiveStatusPublisher
-from prefect_tune.monitoring.progress import progress
-from prefect_tune.monitoring.search_log import SearchLog
+from prefect_tune.monitoring.progress import SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.storage_retries import skip_prefect_introspection
 from prefect_tune.tasks.experiments import publish_results

@@ -11,7 +11,7 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.attempt import has_had_enough
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import SyncConfig
@@ -76,17 +76,24 @@ from prefect_tune.prefect_api.flow_runs import call_path, failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals
-from prefect_tune.suspension.continuation import SEARCH_QUESTION, first_search_turn
 from prefect_tune.suspension.resume_forms import unjournaled
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
+from prefect_tune.suspension.suspend_and_resume import (
+    SEARCH_QUESTION,
+    STOPPED_HERE,
+    Turn,
+    as_one_owner,
+    first_search_turn,
+    next_turn,
+    take_over,
+)
 from prefect_tune.tasks.experiments import check_target
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
 from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, never_last
-from prefect_tune.tuner.stopping import StopRequestPoller
+from prefect_tune.tuner.search_policy import SearchPolicy
+from prefect_tune.tuner.stop_experiment import StopRequestPoller
 from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
 
 # The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
