@@ -22,7 +22,7 @@ from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLo
 from prefect_tune.suspension import suspend_and_resume
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
 from prefect_tune.suspension.suspend_and_resume import asked_in_terminal
-from prefect_tune.tuner import run_search, run_training
+from prefect_tune.tuner import run_training, search_checks
 from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
@@ -98,7 +98,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b")
-    said = run_search._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
+    said = search_checks._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 

@@ -14,8 +14,7 @@ from prefect_tune.core.journal_events import Cause, Event, GaveUp, Started, Tria
 from prefect_tune.core.metrics import storable
 from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
 from prefect_tune.results import Results
-from prefect_tune.tuner.run_search import failure_of
-from prefect_tune.tuner.search_checks import MetricCheck
+from prefect_tune.tuner.search_checks import MetricCheck, failure_of
 from tests.fakes.checkpoints import first_generation
 
 _TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
