@@ -65,7 +65,8 @@ class StrictBlock(Block, ABC):
             super().__init__(**fields)
         except ValidationError as error:
             # from None: the cause would print the input, secrets included
-            raise InvalidInput(_in_one_line(type(self).__name__, error)) from None
+            complaints = map(_complaint, error.errors(include_url=False))
+            raise InvalidInput(f"{type(self).__name__}: {'; '.join(complaints)}") from None
 
     @classmethod
     def __dispatch_key__(cls) -> str:
@@ -129,10 +130,6 @@ def unknown_field(cls: type[StrictBlock], name: str) -> str:
     """Return the error for an unknown field name, with the nearest field or the list of fields."""
     fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
     return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"
-
-
-def _in_one_line(block: str, error: ValidationError) -> str:
-    return f"{block}: " + "; ".join(_complaint(detail) for detail in error.errors(include_url=False))
 
 
 def _complaint(detail: ErrorDetails) -> str:

@@ -192,7 +192,11 @@ def markdown(report: MaintenanceReport) -> str:
                 ("experiment", "checkpoints", "read", "size", "damaged", "pruned", "deleted", "freed", "undecided"),
                 _done(report),
             ),
-            *_section("Not checked", ("experiment", "what", "why"), _left(report)),
+            *_section(
+                "Not checked",
+                ("experiment", "what", "why"),
+                ((each.experiment, each.what, each.why) for each in report.not_looked_at),
+            ),
         ]
     )
     return visible(page)
@@ -218,10 +222,6 @@ def _done(report: MaintenanceReport) -> Iterable[Sequence[object]]:
             shown_size(each.collected_bytes),
             each.undecided_count,
         )
-
-
-def _left(report: MaintenanceReport) -> Iterable[Sequence[object]]:
-    return ((each.experiment, each.what, each.why) for each in report.not_looked_at)
 
 
 def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
