@@ -23,7 +23,7 @@ from prefect_tune.core.html_tables import (
 )
 from prefect_tune.core.models import first_line, flat, plural
 from prefect_tune.executors.prestart import prestart_training
-from prefect_tune.notebook import search_output
+from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import failed_by

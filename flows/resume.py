@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
 from prefect_tune.journal_access import no_experiment_at, read_known
-from prefect_tune.notebook import search_output
+from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,

@@ -10,7 +10,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.executors.prestart import prestart_search
-from prefect_tune.notebook import search_output
+from prefect_tune.notebook.cell_output import search_output
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,

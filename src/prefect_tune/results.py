@@ -45,7 +45,7 @@ from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import Rows
 from prefect_tune.core.texts import nearest
-from prefect_tune.notebook import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
+from prefect_tune.notebook.html import MOST_ROWS, Points, curve_points, more_trials, results_html, trials_html
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.progress_view import common_metrics, trials_table

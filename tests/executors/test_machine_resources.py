@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.machine_limits import cpu_count_here, gpus_in
-from prefect_tune.executors.trial_executor import machine_here
+from prefect_tune.executors.trial_slots import machine_here
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
-from prefect_tune.executors import trial_executor
-from prefect_tune.executors.trial_executor import slots_here
+from prefect_tune.executors import trial_slots
+from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.driver import until
 from tests.trainables.moody import Moody
@@ -90,8 +90,8 @@ def test_trials_that_request_no_resources_share_the_processors(
     cpu_count: int, options: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: cpu_count)
-    monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: cpu_count)
+    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
     slots = slots_here(plan)
     assert slots.count == options.get("max_concurrent_trials", cpu_count)
@@ -104,8 +104,8 @@ def test_a_trial_that_requests_no_resources_finds_its_share_of_the_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: 6)
-    monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
+    monkeypatch.setattr(trial_slots, "cpu_count_here", lambda: 6)
+    monkeypatch.setattr(trial_slots, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     results = tenants(tmp_path, max_concurrent_trials=2, resources_total=None, config={"share": 2})
     assert set(values_of(results, "threads")) == {"3"}
 

@@ -25,15 +25,8 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.html_tables import Html
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.notebook import (
-    CellOutput,
-    Ending,
-    can_show_output,
-    live_output,
-    progress_html,
-    quiet_console,
-    results_html,
-)
+from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
+from prefect_tune.notebook.html import progress_html, results_html
 from prefect_tune.terminal.progress_view import Note, ProgressState
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write

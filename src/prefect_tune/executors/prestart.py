@@ -22,7 +22,7 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import pickled_or_path
 from prefect_tune.core.errors import TuneError
-from prefect_tune.executors.trial_executor import slots_here
+from prefect_tune.executors.trial_slots import slots_here
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import max_workers_of
 from prefect_tune.runtime.trainable import Reuse

@@ -46,7 +46,8 @@ from prefect_tune.core.storage.layout import JournalKey, below
 from prefect_tune.core.texts import visible
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.notebook import Ending, live_output, output_here, progress_html
+from prefect_tune.notebook.cell_output import Ending, live_output, output_here
+from prefect_tune.notebook.html import progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import can_show, live_display
