@@ -18,8 +18,7 @@ from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
 from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.targets import TARGET_TYPES
-from prefect_tune.blocks.targets.local_target import LocalTarget
+from prefect_tune.blocks.targets import TARGET_TYPES, LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.texts import did_you_mean, nearest
 from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri

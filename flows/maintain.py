@@ -13,7 +13,7 @@ from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import EVERYTHING, share_of
-from prefect_tune.maintenance.runner import (
+from prefect_tune.maintenance import (
     MaintenanceOptions,
     MaintenanceReport,
     maintain_experiments,

@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed
 
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.nodes.other_node import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec

@@ -61,10 +61,10 @@ from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.texts import did_you_mean_or_has
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_undamaged
-from prefect_tune.ownership import going_back, opening_events, own, trying_again, write_if_unchanged
+from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task
-from prefect_tune.storage_retries import RETRYING, RETRYING_REFUSALS, is_away, run_log
+from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING, RETRYING_REFUSALS, is_away, run_log
 from prefect_tune.stores.local.download import fetch_committed, manifest_of_copy, metadata_of_copy
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 from prefect_tune.task_values import (
@@ -79,8 +79,6 @@ from prefect_tune.task_values import (
 )
 
 _TIMEOUT_SECONDS = 1800.0
-_LOOK = timedelta(minutes=2)
-_TRIES = 16
 
 
 @task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
@@ -156,7 +154,7 @@ def clone_checkpoint(
         CheckpointNotFound: the source has no checkpoint, or it was deleted.
         CheckpointCorrupt: its manifest is damaged; not retried.
     """
-    with target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
+    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
             if isinstance(source, TrialKey):
@@ -336,7 +334,7 @@ class _Save:
 
     def _has_these_files(self, key: CheckpointKey) -> bool:
         """Whether the directory is what was saved, or a copy of it with the metadata that were set since."""
-        with self._target.open(timeout=_LOOK) as store:
+        with self._target.open(timeout=READ_TIMEOUT) as store:
             manifest, staged = read_manifest(store, key), StagedFiles(self._asked.directory)
             copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
             return has_same_files(manifest, staged) or has_same_files(copy, staged)
@@ -447,7 +445,7 @@ def restore_checkpoint(
         StoreRefused: the target refused, for example since credentials have expired; this is not retried.
     """
     asked = RestoreArguments(**locals())
-    for _ in range(_TRIES):
+    for _ in range(MOST_RACES):
         state, found = _trial_at(asked)
         with suppress(_RetiredMeanwhileError):
             restored = _newest_good(asked, state, found)
@@ -455,14 +453,14 @@ def restore_checkpoint(
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
-        f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {_TRIES} times its run deleted the checkpoint "
+        f"trial {trial!r} of {experiment!r} at {asked.target.uri}: {MOST_RACES} times its run deleted the checkpoint "
         "during the download. Keep more of them (retention=pt.Retention(last=2)), or restore when that run has ended"
     )
 
 
 def _trial_at(asked: RestoreArguments) -> tuple[Experiment, Trial | None]:
     """Return the experiment, and the trial as it is in its own journal too; None if there is no such trial."""
-    with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
+    with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, current_journal(store, asked.experiment), side_by_side=transfers)
         known = state.trials.get(asked.trial)
         return state, trial_today(store, state.key, known, side_by_side=transfers) if known else None
@@ -518,7 +516,7 @@ def _quarantine(asked: RestoreArguments, key: CheckpointKey, damage: Exception) 
     """
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
-        with asked.target.open(timeout=_LOOK) as store, transfer_pool() as transfers:
+        with asked.target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
             is_quarantined = quarantine(store, key.trial, {key: reason}, new_write_id(), side_by_side=transfers)
     except StoreRefused as refused:  # it is live; these credentials only read, or the target serves one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
@@ -587,6 +585,6 @@ def _retired(asked: DeleteArguments) -> tuple[Experiment, Sequence[CheckpointKey
         events = [retired, *going_back(found, going)]
         state = write_if_unchanged(asked.target, state, asked.trial, events)
         return state, [folder.checkpoint_key(each) for each in going]
-    with asked.target.open(timeout=_LOOK) as store:
+    with asked.target.open(timeout=READ_TIMEOUT) as store:
         keys = [CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints)]
     return state, [key for key in keys if key and key.step == asked.step and is_collectable(found, key)]

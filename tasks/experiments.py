@@ -54,6 +54,7 @@ from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task
 from prefect_tune.storage_retries import (
     CHECKING,
+    READ_TIMEOUT,
     RETRYING,
     RETRYING_REFUSALS,
     run_log,
@@ -70,7 +71,7 @@ from prefect_tune.task_values import (
     similar_experiment,
 )
 
-_TIMEOUT, _LONG = timedelta(minutes=2), timedelta(minutes=10)
+_LONG = timedelta(minutes=10)
 
 check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECKING)(ownership.check_target)
 
@@ -100,7 +101,7 @@ def open_experiment(
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         return opened_journal(store, key, target, Opening(owner, stamp, known=known), transfers)
 
 
@@ -120,7 +121,7 @@ def write_stamped_entry(
         Superseded: another process owns the experiment now.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=_TIMEOUT) as store:
+    with target.open(timeout=READ_TIMEOUT) as store:
         return append_entry(store, experiment, events, stamp)
 
 

@@ -24,7 +24,7 @@ from prefect_tune.core.storage.generations import delete_objects_before, objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, ParallelMap
 from prefect_tune.journal_access import new_write_id
-from prefect_tune.storage_retries import RETRYING
+from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING
 from prefect_tune.stores.local.staging import transfer_pool
 
 _TIMEOUT = timedelta(minutes=30)
@@ -109,7 +109,7 @@ def quarantine_checkpoints(
     by_trial: dict[TrialKey, dict[CheckpointKey, str]] = {}
     for key, reason in damaged.items():
         by_trial.setdefault(key.trial, {})[key] = reason
-    with target.open(timeout=timedelta(minutes=2)) as store, transfer_pool() as transfers:
+    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
 
         def quarantined(trial: TrialKey) -> Sequence[CheckpointKey]:
             return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)

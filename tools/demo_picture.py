@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from prefect_tune.demo import demo_plan
-from prefect_tune.drills.picture import drill_in_terminal
+from prefect_tune.drills.run_drill import drill_in_terminal
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
 COLUMNS, STEPS = 100, 24

@@ -43,7 +43,7 @@ class Computes(pt.Trainable):
         self._step = int((Path(checkpoint_dir) / "step").read_text())
 
 
-def _show_nothing(subscribers: ModuleType) -> None:
+def _show_nothing(run_search: ModuleType) -> None:
     """Disable report, progress, live status, events and assets; leave everything else unchanged."""
     from prefect_tune.monitoring.search_observer import ObserverGroup
 
@@ -56,17 +56,17 @@ def _show_nothing(subscribers: ModuleType) -> None:
         yield NoObservers()
 
     for name in ("EventEmitter", "Reporter"):
-        setattr(subscribers, name, lambda *_: None)
-    for name in ("emitting_events", "reported", "LiveStatusObserver"):
-        setattr(subscribers, name, no_observers)
+        setattr(run_search, name, lambda *_: None)
+    for name in ("emitting_events", "reported", "LiveStatusPublisher"):
+        setattr(run_search, name, no_observers)
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.monitoring import subscribers  # with most of Prefect: both load it before their call
+    from prefect_tune.tuner import run_search  # with most of Prefect: both load it before their call
 
     if not shown:
-        _show_nothing(subscribers)
+        _show_nothing(run_search)
     called = time.monotonic()
     results = pt.tune(
         Computes,

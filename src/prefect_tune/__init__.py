@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.registry import BUILT_IN as _BUILT_IN
 
 if TYPE_CHECKING:
-    from prefect_tune.artifact_sync.syncer import Syncer
+    from prefect_tune.artifact_sync import Syncer
     from prefect_tune.blocks import (
         AzureTarget,
         FsspecTarget,
@@ -109,8 +109,7 @@ if TYPE_CHECKING:
     from prefect_tune.flows.tune import tune
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
-    from prefect_tune.maintenance.delete_experiment import delete_experiment
-    from prefect_tune.maintenance.runner import MaintenanceReport
+    from prefect_tune.maintenance import MaintenanceReport, delete_experiment
     from prefect_tune.results import Results, load_results
     from prefect_tune.runtime.checkpoint import Checkpoint
     from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
@@ -127,7 +126,7 @@ if TYPE_CHECKING:
         sync_experiment_state,
     )
     from prefect_tune.tuner.audit import AuditDifference, AuditReport, audit
-    from prefect_tune.tuner.stopping import StopOutcome, stop
+    from prefect_tune.tuner.stop_experiment import StopOutcome, stop
 
     __version__: str
 
@@ -275,10 +274,9 @@ _NAMES_BY_MODULE = {
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.results": "Results load_results",
     "prefect_tune.tuner.audit": "AuditDifference AuditReport audit",
-    "prefect_tune.tuner.stopping": "StopOutcome stop",
+    "prefect_tune.tuner.stop_experiment": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
-    "prefect_tune.maintenance.delete_experiment": "delete_experiment",
-    "prefect_tune.maintenance.runner": "MaintenanceReport",
+    "prefect_tune.maintenance": "MaintenanceReport delete_experiment",
     "prefect_tune.integrations.optuna": "OptunaPruner",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
@@ -292,7 +290,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.tasks": "CommittedCheckpoint ExperimentState RestoredCheckpoint TrialState "
     "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
-    "prefect_tune.artifact_sync.syncer": "Syncer",
+    "prefect_tune.artifact_sync": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
     "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }

@@ -175,13 +175,9 @@ def _inferred(column: list[Any]) -> pa.Array:
     kinds = {type(value) for value in column if value is not None}
     if kinds == {int, float} and all(value is None or is_finite(value) for value in column):
         column = [None if value is None else float(value) for value in column]
-    elif len(kinds) > 1 or (kinds == {int} and not all(value is None or _fits(value) for value in column)):
+    elif len(kinds) > 1 or (kinds == {int} and not all(value is None or -_INT64 <= value < _INT64 for value in column)):
         column = [None if value is None else json.dumps(value) for value in column]
     return pa.array(column, pa.float64() if not kinds else None)
-
-
-def _fits(value: int) -> bool:
-    return -_INT64 <= value < _INT64
 
 
 # Read the reports from a target.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TypeAlias
 from uuid import UUID, uuid4
 
@@ -38,10 +38,8 @@ from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 from prefect_tune.prefect_api.task_runs import set_crashed
-from prefect_tune.storage_retries import on_target, with_retries
+from prefect_tune.storage_retries import READ_TIMEOUT, on_target, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
-
-_TIMEOUT = timedelta(minutes=2)
 
 # Read the clock, draw a random write id, and identify this process.
 
@@ -139,19 +137,19 @@ def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
 
 def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment:
     """Return the state of `experiment` without opening it, for read-only use."""
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         return load(store, experiment, side_by_side=transfers)
 
 
 def read_journal(target: StorageTarget, experiment: str) -> LoadedJournal:
     """Find the journal that the name `experiment` means now, and read it, to be passed on as `known`."""
-    with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         return read(store, current_journal(store, experiment), side_by_side=transfers)
 
 
 def no_experiment_at(target: StorageTarget, experiment: str) -> str:
     """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
-    with target.open(timeout=_TIMEOUT) as store:
+    with target.open(timeout=READ_TIMEOUT) as store:
         return no_experiment(store, experiment, target.uri)
 
 
@@ -258,7 +256,7 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     def open_it() -> Experiment:
         # `known` holds for the first try only: that try may have written an entry and lost the reply.
         this_time = next(tries, replace(opening, known=None))
-        with target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+        with target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
             return opened_journal(store, key, target, this_time, transfers)
 
     return with_retries(open_it)

@@ -64,11 +64,11 @@ from prefect_tune.journal_access import (
 from prefect_tune.parameters.argument_checks import require_one_runner
 from prefect_tune.parameters.resume_compatibility import require_goes_on
 from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
-from prefect_tune.storage_retries import on_target, run_log, with_retries
+from prefect_tune.storage_retries import READ_TIMEOUT, on_target, run_log, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 
-_RACES = 16
-_TIMEOUT = timedelta(minutes=2)
+MOST_RACES = 16
+"""How often a task that other writers have overtaken tries again."""
 _PROCESS = uuid4().hex[:8]
 """Tells the processes of scripts apart, which have no flow run."""
 _writing: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
@@ -257,9 +257,9 @@ def append_beside_others(
         Superseded: another flow run owns the experiment now.
         StoreUnavailable: other tasks were faster 16 times.
     """
-    with _writing[target.uri, known.name], target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+    with _writing[target.uri, known.name], target.open(timeout=READ_TIMEOUT) as store, transfer_pool() as transfers:
         state = known
-        for _ in range(_RACES):
+        for _ in range(MOST_RACES):
             try:
                 return append_entry(store, state, events, stamp)
             except Superseded:
@@ -270,7 +270,7 @@ def append_beside_others(
             if not is_same_writer(state.owner, known.owner or this_writer()):
                 raise _superseded(state, target)
             require(state)
-    raise StoreUnavailable(f"{known.key}: {_RACES} other writers were faster; try again")
+    raise StoreUnavailable(f"{known.key}: {MOST_RACES} other writers were faster; try again")
 
 
 def trying_again(act: Callable[[], _Result]) -> _Result:
@@ -279,12 +279,12 @@ def trying_again(act: Callable[[], _Result]) -> _Result:
     Raises:
         StoreUnavailable: they did so 16 times.
     """
-    for _ in range(_RACES):
+    for _ in range(MOST_RACES):
         try:
             return act()
         except SaveOvertaken as overtaken:
             last = overtaken
-    raise StoreUnavailable(f"{last}; tried {_RACES} times: save one trial from one task at a time") from last
+    raise StoreUnavailable(f"{last}; tried {MOST_RACES} times: save one trial from one task at a time") from last
 
 
 def write_if_unchanged(target: StorageTarget, known: Experiment, trial: str, events: Sequence[Event]) -> Experiment:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
     from prefect_tune.core.storage.object_store import ObjectStore
 
+READ_TIMEOUT = timedelta(minutes=2)
+"""How long a read of a target, or a small write, may take with all of its requests; transfers take longer."""
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
@@ -127,7 +129,7 @@ def with_retries(act: Callable[[], _Result]) -> _Result:
 
 
 def on_target(
-    target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = timedelta(minutes=2)
+    target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = READ_TIMEOUT
 ) -> _Result:
     """Return `act(store)`; each try opens the target anew, and may last `timeout`. Retried as `with_retries` does."""
 

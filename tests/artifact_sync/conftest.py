@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import TargetSyncer
 from tests.fakes.artifacts import BUCKETS, FILES, Bucket, BucketTarget
 from tests.fakes.checkpoints import write
 

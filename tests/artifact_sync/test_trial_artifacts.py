@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync.syncer import Syncer
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt import trial_artifacts
 from prefect_tune.attempt.trial_artifacts import TrialArtifacts
 from prefect_tune.attempt.trial_spec import TrialSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import TargetSyncer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.blocks import FsspecTarget

@@ -166,7 +166,7 @@ def test_a_drill_ends_with_0_only_if_the_runs_are_the_same(
         plans.append(plan)
         return _Report(is_exact)
 
-    monkeypatch.setattr("prefect_tune.drills.picture.drill_in_terminal", drilled)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.drill_in_terminal", drilled)
     assert run(*command).code == code
     if command[0] == "drill":
         (plan,) = plans
@@ -182,7 +182,7 @@ def test_a_drill_that_could_not_run_ends_with_2(run: Run, monkeypatch: pytest.Mo
     def fails(*_: object, **__: object) -> None:
         raise TuneError("run 'undisturbed' of the drill ended with exit code 1")
 
-    monkeypatch.setattr("prefect_tune.drills.picture.drill_in_terminal", fails)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.drill_in_terminal", fails)
     assert run("drill", "my.module:Net").code == 2
     assert run("drill", "my.module:Net", "--at", "a").err.startswith(
         "prefect-tune: --at 'a': expected steps, such as 3,7"

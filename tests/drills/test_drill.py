@@ -26,10 +26,9 @@ import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills.evidence import read_records
-from prefect_tune.drills.picture import cells_of, drill_in_terminal, legend_of
 from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
 from prefect_tune.drills.probe import RunPlan, states
-from prefect_tune.drills.run_drill import Drill, Track, run_drill
+from prefect_tune.drills.run_drill import Drill, Track, cells_of, drill_in_terminal, legend_of, run_drill
 from tests.trainables.numpy_mlp import NumpyMlp
 
 MODEL = "prefect_tune.demo.model:Digits"

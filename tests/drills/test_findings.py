@@ -1,10 +1,11 @@
-"""The verdict of a drill, and its sentences."""
+"""The verdict of a drill and its sentences, what was probably not restored, and the interval of checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import exp
 
 import pytest
 
@@ -12,7 +13,7 @@ from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Kill, Record, Save
 from prefect_tune.drills.file_contents import FileDifference
-from prefect_tune.drills.findings import DrillReport, Runs, report_of
+from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, lost_share, report_of
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import require_resumed
 
@@ -188,3 +189,156 @@ def test_a_kill_that_was_not_made_is_said() -> None:
     found = report_of(PLAN, "drill-0", Runs(run(), run(), None, (), (), ()))
     assert found.missed_kills == 1
     assert any("1 kill was not made" in line for line in found.lines())
+
+
+DIGESTS = [f"{number:016x}" for number in range(100)]
+
+
+def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
+    return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
+
+
+def run_of(*records: Record) -> DrillRun:
+    return DrillRun({}, {}, [], records, [])
+
+
+def undisturbed(**names: str) -> DrillRun:
+    """A run in which each of these states changes at each step, and `fixed` never does."""
+    states = {f"{kind} {name.replace('__', '.')}": kind for name, kind in names.items()}
+    return run_of(
+        *(record(step, dict.fromkeys(states, f"{DIGESTS[step]}") | {"state fixed": "0"}) for step in range(1, 6))
+    )
+
+
+def resumed_at(step: int, like: DrillRun, **changes: str) -> DrillRun:
+    states = dict(next(each.states for each in like.records if each.step == step))
+    states |= {name: value for name, value in changes.items() if name in states}
+    return run_of(*like.records[:step], record(step, states, attempt=2, is_restored=True))
+
+
+def test_what_is_as_it_was_is_not_named() -> None:
+    like = undisturbed(random="rng")
+    assert forgotten_in(like, resumed_at(3, like)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("global", "random", "Python's generator: save random.getstate()"),
+        ("global", "numpy.random", "NumPy's global generator: save numpy.random.get_state()"),
+        ("global", "torch", "torch's generator of the CPU: save torch.get_rng_state()"),
+        ("global", "torch.cuda:1", "torch's generator of cuda:1: save torch.cuda.get_rng_state_all()"),
+        ("rng", "draws", "the state of a random generator, `draws`: save and load it"),
+        ("optimizer", "adam.state.0.exp_avg", "the optimizer, `adam.state.0.exp_avg`: save and load it"),
+        ("schedule", "cosine.last_epoch", "the learning-rate schedule, `cosine.last_epoch`: save and load it"),
+    ],
+)  # fmt: skip
+def test_each_kind_is_said_with_what_to_save(kind: str, name: str, said: str) -> None:
+    like = undisturbed(**{name.replace(".", "__"): kind})
+    (found,) = forgotten_in(like, resumed_at(3, like, **{f"{kind} {name}": DIGESTS[99]}))
+    assert str(found).replace(", and set it on a resume", "").replace(", after step 3", "") == said
+
+
+def test_the_digest_of_a_generator_is_not_shown() -> None:
+    like = undisturbed(random="rng")
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"rng random": repr(DIGESTS[99])}))
+    assert str(found) == "the state of a random generator, `random`, after step 3: save and load it"
+
+
+def test_a_counter_is_said_with_both_values() -> None:
+    like = run_of(*(record(step, {"counter steps": str(step)}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(3, like, **{"counter steps": "0"}))
+    assert str(found) == "a counter, `steps` (0, expected 3), after step 3: save and load it"
+
+
+def test_generators_come_first_and_one_line_of_each_object_which_is_a_counter_if_there_is_one() -> None:
+    like = undisturbed(weights="model", random="rng", adam__step="optimizer", adam__mean="optimizer")
+    changed = {
+        "model weights": "ff",
+        "optimizer adam.mean": DIGESTS[98],
+        "optimizer adam.step": "0",
+        "rng random": "ee",
+    }
+    found = forgotten_in(like, resumed_at(3, like, **changed))
+    assert [(each.kind, each.name) for each in found] == [
+        ("rng", "random"), ("optimizer", "adam.step"), ("model", "weights"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differs", "named"),
+    [
+        ({"counter place": "32", "optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["place"]),
+        ({"optimizer adam.lr": "0.009", "schedule decay.epoch": "1", "value loss": "9.4"}, ["decay.epoch", "adam.lr"]),
+        ({"optimizer adam.m": DIGESTS[97], "value loss": "9.4"}, ["adam.m", "loss"]),
+    ],
+)
+def test_one_step_after_the_resume_what_follows_from_a_cause_is_not_named(
+    differs: Mapping[str, str], named: Sequence[str]
+) -> None:
+    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = run_of(*like.records[:3], record(4, differs, attempt=2))
+    assert [each.name for each in forgotten_in(like, killed)] == named
+
+
+def test_a_generator_that_training_does_not_use_is_no_evidence() -> None:
+    like = run_of(*(record(step, {"rng numpy.random": DIGESTS[1]}) for step in range(1, 6)))
+    assert forgotten_in(like, resumed_at(3, like, **{"rng numpy.random": DIGESTS[9]})) == []
+
+
+def test_what_does_not_change_at_each_step_is_evidence() -> None:
+    like = run_of(*(record(step, {"scaler scaler.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
+    (found,) = forgotten_in(like, resumed_at(4, like, **{"scaler scaler.scale": "1024"}))
+    assert (found.name, found.found, found.expected) == ("scaler.scale", "1024", "2048")
+
+
+def test_what_two_undisturbed_runs_do_not_share_is_no_evidence() -> None:
+    like, again = undisturbed(random="rng"), undisturbed(random="rng")
+    for each in again.records:
+        each.states["rng random"] = DIGESTS[50 + each.step]  # type: ignore[index]  # a dict of this test
+    killed = resumed_at(3, like, **{"rng random": DIGESTS[99]})
+    assert forgotten_in(like, killed, again) == []
+    assert forgotten_in(like, killed, like) != []
+
+
+def test_what_has_no_digest_is_no_evidence() -> None:
+    like = run_of(*(record(step, {"state batches": "<generator>"}) for step in range(1, 6)))
+    assert forgotten_in(like, resumed_at(3, like, **{"state batches": "<list>"})) == []
+
+
+def test_a_local_variable_that_is_in_the_checkpoint_is_named_only_if_nothing_else_differs() -> None:
+    differs = {"state weights": DIGESTS[97], "state velocity": DIGESTS[98]}
+    like = run_of(*(record(step, dict.fromkeys(differs, DIGESTS[step])) for step in range(1, 6)))
+    killed = run_of(*like.records[:3], record(4, differs, attempt=2))
+    assert [each.name for each in forgotten_in(like, killed)] == ["weights", "velocity"]
+    (found,) = forgotten_in(like, killed, saved=["weights"])
+    assert str(found) == "a local variable, `velocity`, after step 3: save and load it"
+    assert len(forgotten_in(like, killed, saved=["weights", "velocity"])) == 2
+    restored = run_of(*like.records[:3], record(4, differs, attempt=2, is_restored=True))
+    assert [each.name for each in forgotten_in(like, restored, saved=["weights"])] == ["weights", "velocity"]
+    assert str(forgotten_in(like, restored)[0]) == "an attribute, `weights`, after step 4: save and load it"
+
+
+def slowdown(interval: float, save: float, mean: float) -> float:
+    """Return the wall-clock time per second of training, without restarts: Daly (2006), equation 13."""
+    return mean * (exp((interval + save) / mean) - 1) / interval
+
+
+@pytest.mark.parametrize("mean", [3600.0, 86_400.0])
+@pytest.mark.parametrize("save", [0.1, 10.0, 300.0])
+def test_no_other_interval_is_better_by_more_than_a_thousandth(save: float, mean: float) -> None:
+    found = slowdown(best_interval(save, mean), save, mean)
+    best = min(slowdown(1.05**power, save, mean) for power in range(-50, 300))
+    assert found <= best * 1.001
+
+
+def test_a_save_that_takes_as_long_as_two_failures_are_apart_is_made_once_in_between() -> None:
+    assert best_interval(200.0, 100.0) == 100.0
+    assert best_interval(1000.0, 100.0) == 100.0
+
+
+def test_what_is_lost_is_least_at_the_best_interval() -> None:
+    best = best_interval(10.0, 36_000.0)
+    lost = [lost_share(best * factor, 10.0, 30.0, 36_000.0) for factor in (0.5, 1.0, 2.0)]
+    assert min(lost) == lost[1]
+    assert 0 < lost[1] < 0.03

@@ -41,7 +41,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventBuilder, EventContext, EventEmitter, budgets_of, emitting_events
-from prefect_tune.prefect_api.artifacts import PrefectEvent, asset_of
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of
 from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")

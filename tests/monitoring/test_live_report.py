@@ -40,8 +40,8 @@ from prefect_tune.monitoring.live_report import (
     artifact_key,
 )
 from prefect_tune.monitoring.search_observer import AttemptRecorder, ObserverGroup
-from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import page_of
+from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.servers.tcp_proxy import TcpProxy

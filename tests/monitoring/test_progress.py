@@ -7,21 +7,44 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from threading import Event
 
 import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt.search_link import StepReported
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
 from prefect_tune.core.experiment.running_attempts import RunningAttempts
-from prefect_tune.core.journal_events import Cause, GaveUp, Started, TrialAdded
+from prefect_tune.core.journal_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Decided,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Reported,
+    Resumed,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.progress import Progress, progress
+from prefect_tune.core.schedulers.base import Stop
+from prefect_tune.core.search.objective import Mode, objective_of
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.monitoring.progress import Progress, SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder
+from prefect_tune.terminal.progress_view import head_facts, line
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
@@ -99,11 +122,17 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
     with progress(
-        recorded(nothing_yet(first_generation("e"))), SearchEstimate("e", trial_count=3), LOG, Event(), in_terminal=True
+        recorded(nothing_yet(first_generation("e"))),
+        SearchEstimate("e", trial_count=3),
+        LOG,
+        threading.Event(),
+        in_terminal=True,
     ):
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
-    shown = progress(recorded(nothing_yet(first_generation("e"))), SearchEstimate("e"), LOG, Event(), in_terminal=True)
+    shown = progress(
+        recorded(nothing_yet(first_generation("e"))), SearchEstimate("e"), LOG, threading.Event(), in_terminal=True
+    )
     with pytest.raises(ZeroDivisionError), shown:
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
@@ -112,7 +141,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     errored = GaveUp(trial="0", cause=Cause.USER, message="no")
     state = after(nothing_yet(first_generation("e")), [TrialAdded(trial="0", config={}), errored])
-    with progress(recorded(state), SearchEstimate("e", trial_count=1), LOG, Event(), in_terminal=True):
+    with progress(recorded(state), SearchEstimate("e", trial_count=1), LOG, threading.Event(), in_terminal=True):
         pass
     (last,) = caplog.records
     assert last.levelname == "WARNING"
@@ -215,3 +244,240 @@ def _all_of(master: int) -> str:
         pass
     os.close(master)
     return shown.decode()
+
+
+# The lines that a search logs about its trials.
+
+T = "00003"
+CONFIG = {"lr": 0.01, "net": {"layers": 2}}
+AT_2 = StepReport(step=2, metrics={"loss": 0.5, "time": 3})
+SAVED = CheckpointRef(step=2, sequence=4, metrics=AT_2.metrics)
+AT = "at step 2, loss 0.5 (best by last report so far)"
+SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/1/trials/00003/checkpoints/"
+
+
+def started(attempt: int = 1, ref: CheckpointRef | None = None) -> Started:
+    return Started(
+        trial=T, attempt=attempt, from_step=ref.step if ref else 0, from_sequence=ref.sequence if ref else None
+    )
+
+
+TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed(trial=T, checkpoint=SAVED))
+
+
+def started_of(trial: str, attempt: int = 1) -> Started:
+    return Started(trial=trial, attempt=attempt, from_step=0)
+
+
+class LoggedSearch:
+    """A search, and the log that follows it."""
+
+    def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
+        self.state = nothing_yet(first_generation("e"))
+        self.log = SearchLog(self.state, objective_of(metric, mode), "s3://bucket/runs", LOG)
+
+    def goes(self, *events: Event) -> None:
+        for event in events:
+            state = after_event(self.state, event, self.state.number + 1)
+            self.state = state.model_copy(update={"number": state.number + 1})
+            self.log.applied(event, self.state)
+
+
+def logged(caplog: pytest.LogCaptureFixture, *events: Event, own_journal: bool = True) -> Sequence[str]:
+    """The lines logged for these events of one trial."""
+    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, own_journal=own_journal), *events)
+    return caplog.messages
+
+
+def test_a_trial_begins_with_its_configuration_and_completes_with_metric_reason_and_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, last = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"))
+    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
+    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
+
+
+def test_entries_of_its_own_journal_are_logged_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    events = (*TRAINED, Finished(trial=T, reason="step 2 of 2"))
+    first, last = logged(caplog, *(Absorbed(trial=T, number=n, events=(each,)) for n, each in enumerate(events, 1)))
+    assert first == "trial 00003 begins: lr 0.01, net/layers 2"
+    assert last.startswith("trial 00003 completed at step 2")
+
+
+@pytest.mark.parametrize(("early", "end"), [(True, "pruned"), (False, "completed")])
+def test_a_trial_that_the_scheduler_stops_was_pruned_unless_it_has_trained_all(
+    caplog: pytest.LogCaptureFixture, end: str, *, early: bool
+) -> None:
+    stop = Stop(reason="rung", early=early)
+    decided = Decided(trial=T, report=AT_2, decision=stop)
+    *_, last = logged(caplog, *TRAINED, decided, Finished(trial=T, reason="rung", ended_early=True))
+    assert last.startswith(f"trial 00003 {end} {AT}: rung")
+    assert (SAVED_AT in last) is not early, "nothing resumes a pruned trial"
+
+
+def test_a_trial_that_is_asked_to_stop_was_interrupted(caplog: pytest.LogCaptureFixture) -> None:
+    *_, last = logged(caplog, *TRAINED, Finished(trial=T, reason="stopped by me", ended_early=True))
+    assert last.startswith(f"trial 00003 interrupted {AT}: stopped by me; {SAVED_AT}")
+
+
+def test_a_pause_and_its_resume_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    _, paused, resumed = logged(caplog, *TRAINED, Paused(trial=T, reason="rung"), Resumed(trial=T), started(2, SAVED))
+    assert paused == f"trial 00003 paused {AT}: rung"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2)"
+
+
+def test_a_pause_says_rank_and_best_in_a_short_line_and_the_metric_once(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    for trial, loss, rank in (("00001", 0.5, 1), ("00002", 0.7, 2), ("00003", 0.25, 1)):
+        reason = f"loss = {loss} at step 2: number {rank} of 3, of which 1 is promoted"
+        search.goes(
+            TrialAdded(trial=trial, config={}, own_journal=True),
+            Started(trial=trial, attempt=1, from_step=0),
+            Reported(trial=trial, report=StepReport(step=2, metrics={"loss": loss})),
+            Committed(trial=trial, checkpoint=CheckpointRef(step=2, sequence=4)),
+            Paused(trial=trial, reason=reason),
+        )
+    assert [each for each in caplog.messages if "paused" in each] == [
+        "trial 00001 paused at step 2, loss 0.5 (best by last report so far): number 1 of 3, of which 1 is promoted",
+        (
+            "trial 00002 paused at step 2, loss 0.7 (best by last report: 0.5, trial 00001): "
+            "number 2 of 3, of which 1 is promoted"
+        ),
+        "trial 00003 paused at step 2, loss 0.25 (best by last report so far): number 1 of 3, of which 1 is promoted",
+    ]
+
+
+def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    search = LoggedSearch("accuracy", "max")
+    for trial in ("00001", "00002"):
+        search.goes(TrialAdded(trial=trial, config={}, own_journal=True), Started(trial=trial, attempt=1, from_step=0))
+    for step, accuracy in ((1, 0.95), (2, 0.9)):
+        search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+        search.goes(
+            Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
+        )
+    search.goes(Finished(trial="00001", reason="asked", ended_early=True))
+    early = StepReport(step=1, metrics={"accuracy": 0.97})
+    search.log.reported(StepReported("00002", early, asks=False), search.state)
+    search.goes(Reported(trial="00002", report=StepReport(step=2, metrics={"accuracy": 0.8})))
+    search.goes(Finished(trial="00002", reason="enough"))
+    first, second = (each for each in caplog.messages if " at step 2" in each)
+    assert "accuracy 0.9 (best by last report so far): " in first
+    assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
+    assert "accuracy 0.8 (best by last report: 0.9, trial 00001): " in second
+    outlook = SearchEstimate("e", objective_of("accuracy", "max"))
+    tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
+    assert "; best by last report: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
+    assert results.best.trial == "00001"
+
+
+def test_a_newest_checkpoint_that_is_as_good_as_any_is_the_only_one_named(caplog: pytest.LogCaptureFixture) -> None:
+    earlier = CheckpointRef(step=1, sequence=2, metrics={"loss": 0.5})
+    *_, last = logged(
+        caplog, started(), Reported(trial=T, report=StepReport(step=1, metrics={"loss": 0.5})),
+        Committed(trial=T, checkpoint=earlier), *TRAINED[1:], Finished(trial=T, reason="step 2 of 2"),
+    )  # fmt: skip
+    assert last.startswith(f"trial 00003 completed {AT}: step 2 of 2; {SAVED_AT}")
+
+
+def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    for trial in ("00001", T, "00004"):
+        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, own_journal=True), started_of(trial))
+    search.log.reported(StepReported(T, AT_2, asks=False), search.state)
+    search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
+    copy = SAVED.model_copy(update={"sequence": 6})
+    source = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=T), step=2, sequence=4)
+    search.goes(Cloned(trial="00001", checkpoint=copy, source=source, config={"lr": 0.6}, reason="behind"))
+    others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
+    search.goes(others, Paused(trial="00004", reason="turn"))
+    assert "loss 0.7 (best by last report: 0.5, trial 00003): turn" in caplog.messages[-1]
+    tracker = TrackedProgress(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
+    assert "best by last report: trial 00003, loss 0.5" in line(tracker.state(1.0))
+    worse = StepReport(step=3, metrics={"loss": 0.9})
+    search.log.reported(StepReported(T, worse, asks=False), search.state)
+    tracker.reported(T, worse, 2.0)
+    best = head_facts(tracker.state(3.0))["best"]
+    assert best == "by last report: trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
+
+
+def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial="00001", config={}, own_journal=True), started_of("00001"))
+    search.log.reported(StepReported("00001", StepReport(step=9, metrics={"loss": 0.1}), asks=False), search.state)
+    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True), *TRAINED, Paused(trial=T, reason="rung"))
+    assert caplog.messages[-1].endswith("loss 0.5 (best by last report: 0.1, trial 00001): rung")
+    search.goes(AttemptEnded(trial="00001", cause=Cause.MACHINE, message=OWNER_VANISHED), started_of("00001", 2))
+    search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
+    assert caplog.messages[-1].endswith("loss 0.5 (best by last report so far): rung 2")
+
+
+def test_a_resume_says_how_many_steps_it_repeats(caplog: pytest.LogCaptureFixture) -> None:
+    three = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.4}))
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    _, crashed, resumed = logged(caplog, *TRAINED, three, vanished, started(2, SAVED))
+    assert crashed == "trial 00003 crashed in attempt 1: the run that trained it was killed"
+    assert resumed == "trial 00003 resumes from step 2 (attempt 2; 1 step trained again)"
+    assert caplog.records[-2].levelname == "WARNING"
+
+
+def test_an_attempt_of_a_killed_run_began_in_an_earlier_run(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial=T, config=CONFIG, own_journal=True))
+    owner = Owner(name="a run", host="here", pid=1)
+    search.goes(Opened(experiment="e", generation=1, term=1, owner=owner, at="2026-11-26T12:00:00+00:00"))
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    for number, (at, event) in enumerate(
+        (("11:59:58", started()), ("12:00:01", vanished), ("12:00:02", started(2))), 1
+    ):
+        search.goes(Absorbed(trial=T, number=number, events=(event,), at=f"2026-11-26T{at}+00:00"))
+    assert caplog.messages == [
+        "trial 00003 began attempt 1 in an earlier run: lr 0.01, net/layers 2",
+        "trial 00003 crashed in attempt 1: the run that trained it was killed",
+        "trial 00003 begins again without a checkpoint (attempt 2)",
+    ]
+
+
+def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch(metric=None)
+    vanished = AttemptEnded(trial=T, cause=Cause.MACHINE, message=OWNER_VANISHED)
+    search.goes(TrialAdded(trial=T, config={}, own_journal=True), *TRAINED)
+    caplog.clear()
+    search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
+    search.goes(vanished, started(2, SAVED), vanished)
+    assert caplog.messages == [
+        "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
+        "trial 00003 resumes from step 2 (attempt 2)",
+        "trial 00003 crashed in attempt 2: the run that trained it was killed",
+    ]
+
+
+def test_an_attempt_that_is_lost_before_it_began_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    search = LoggedSearch()
+    search.goes(TrialAdded(trial=T, config={}, own_journal=True))
+    search.log.lost(search.state.trial(T), "KilledWorker: tcp://10.0.0.7")
+    assert caplog.messages == ["trial 00003 crashed before attempt 1 began: KilledWorker: tcp://10.0.0.7"]
+
+
+def test_a_trial_without_a_checkpoint_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked = AttemptEnded(trial=T, cause=Cause.PREEMPTED, message="saved, as requested")
+    _, interrupted, again = logged(caplog, started(), Reported(trial=T, report=AT_2), asked, started(2))
+    assert interrupted == f"trial 00003 interrupted {AT}: saved, as requested; no checkpoint"
+    assert again == "trial 00003 begins again without a checkpoint (attempt 2; 2 steps trained again)"
+
+
+def test_an_error_is_one_line_whatever_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    why = "ValueError: too large\nTraceback (most recent call last):\n  ..."
+    failed = AttemptEnded(trial=T, cause=Cause.USER, message=why)
+    _, last = logged(caplog, *TRAINED, failed, GaveUp(trial=T, cause=Cause.USER, message=f"failure 1: {why}"))
+    assert last.startswith(f"trial 00003 errored {AT}: failure 1: ValueError: too large; {SAVED_AT}")
+    assert "\n" not in last
+    assert caplog.records[-1].levelname == "ERROR"
+
+
+def test_a_single_training_has_no_name(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = logged(caplog, *TRAINED, Finished(trial=T, reason="step 2 of 2"), own_journal=False)
+    assert first == "the trial begins: lr 0.01, net/layers 2"

@@ -8,7 +8,7 @@ import pytest
 from prefect import flow
 from prefect.assets import add_asset_metadata, materialize
 
-from prefect_tune.prefect_api.artifacts import PrefectEvent, asset_of, materialized, referenced
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of, materialized, referenced
 
 _METADATA = {"step": 3}
 

@@ -26,9 +26,9 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import ReportInput, facts_of
-from prefect_tune.reporting.number_format import format_cell
 from prefect_tune.reporting.page import _cost, page_of
 from prefect_tune.reporting.render import as_html, as_markdown
+from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
 

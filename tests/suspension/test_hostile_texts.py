@@ -18,11 +18,11 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import Cause, CheckpointRef, QuarantinedCheckpoint, Question
 from prefect_tune.core.notifications.prefect_events import short
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.maintenance.runner import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
-from prefect_tune.suspension import suspend_loop
+from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
+from prefect_tune.suspension import suspend_and_resume
 from prefect_tune.suspension.resume_forms import form_of_question, page_of
-from prefect_tune.suspension.suspend_loop import asked_in_terminal
-from prefect_tune.tuner import run_search, run_training
+from prefect_tune.suspension.suspend_and_resume import asked_in_terminal
+from prefect_tune.tuner import run_training, search_checks
 from tests.fakes.untrusted import HOSTILE, require_visible
 
 trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
@@ -70,14 +70,14 @@ def test_the_log_of_a_question_gives_the_terminal_no_commands(
         raise Answered
 
     asking = Experiment(key=JournalKey(experiment="e", generation=1), questions={"00000": _ASKED})
-    monkeypatch.setattr(suspend_loop, "get_run_logger", lambda: logging.getLogger("a run"))
-    monkeypatch.setattr(suspend_loop, "is_suspended", lambda: False)
+    monkeypatch.setattr(suspend_and_resume, "get_run_logger", lambda: logging.getLogger("a run"))
+    monkeypatch.setattr(suspend_and_resume, "is_suspended", lambda: False)
     monkeypatch.setattr(sys, "stdin", None)
     for way, is_deployed in (("leave_with", True), ("pause_with", False)):
-        monkeypatch.setattr(suspend_loop, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
-        monkeypatch.setattr(suspend_loop, way, answers)
+        monkeypatch.setattr(suspend_and_resume, "can_be_suspended", lambda is_deployed=is_deployed: is_deployed)
+        monkeypatch.setattr(suspend_and_resume, way, answers)
         with pytest.raises(Answered):
-            suspend_loop._answers_of_persons(asking, lambda: form_of_question("00000", _ASKED, "e"))
+            suspend_and_resume._answers_of_persons(asking, lambda: form_of_question("00000", _ASKED, "e"))
     assert caplog.text.count("\\x1b]0;title\\x07") == 2
     assert "\x1b" not in caplog.text
 
@@ -98,7 +98,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b")
-    said = run_search._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
+    said = search_checks._all_errored(SimpleNamespace(experiment=place, target=place, trials={"0": errored}), 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 

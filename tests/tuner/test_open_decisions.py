@@ -10,7 +10,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.tuner.policy import SearchPolicy, open_decision
+from prefect_tune.tuner.search_policy import SearchPolicy, open_decision
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 ADDED = PastEvent(order=1, what="added")

@@ -57,13 +57,12 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible
 from prefect_tune.core.usage_records import AttemptUse
 from prefect_tune.journal_access import JournalWriter, new_write_id
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import READ_TIMEOUT, on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import format_value
 
 # The journal entry of a saved checkpoint: the commit, what it retires, and earlier checkpoints that share damage.
 
-_LOOK = timedelta(minutes=2)
 _METRICS = 3
 
 
@@ -179,7 +178,7 @@ def log_commit(saved: SavedCheckpoint, metrics: Mapping[str, object], log: Log, 
 def find_doomed(target: StorageTarget, folder: TrialKey, experiment: Experiment, log: Log) -> Sequence[CheckpointKey]:
     """Return what an earlier owner retired and did not delete; nothing, with a warning, if the target fails now."""
     try:
-        with target.open(timeout=_LOOK) as store:
+        with target.open(timeout=READ_TIMEOUT) as store:
             return leftover(store, folder, experiment.trial(folder.trial), experiment.settled_from)
     except TuneError as error:
         log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)

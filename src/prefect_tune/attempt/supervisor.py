@@ -17,6 +17,7 @@ from typing import assert_never
 from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker
 from prefect_tune.attempt.group_saves import FailedSave, GroupMetrics, GroupSave, GroupSaves
 from prefect_tune.attempt.outcomes import Asking, Done, Failed, Outcome, Yielded
+from prefect_tune.attempt.processes.process_channel import OWN_SIGNALS
 from prefect_tune.attempt.processes.rank_group import OWN, RankEnded, RankGroup
 from prefect_tune.attempt.search_link import Answer, SearchLink
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -46,8 +47,6 @@ from prefect_tune.storage_retries import is_abandoned
 from prefect_tune.stores.deadline import Deadline
 
 _TICK = timedelta(seconds=0.1)
-# The trainable or its libraries cause these signals; SIGKILL comes from outside the process.
-_OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CAUSE_WITHIN = timedelta(seconds=1)
 """How long a failure of one rank may precede that of the rank that caused it: a killed peer breaks a collective."""
 _CAUSE_KNOWN_WITHIN = timedelta(minutes=1)
@@ -434,7 +433,7 @@ class _Supervisor:
         if "SIGKILL" in how and self._meter.is_out_of_memory():
             why = f"{self._meter.memory_words()}; the trial's process {became}"
             return self._failed(Cause.OUT_OF_MEMORY, f"{self._named(rank)}{why}")
-        own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
+        own = "exited with code" in how or any(name in how for name in OWN_SIGNALS)
         which = "the trial's process" if self._group.world_size == 1 or rank == OWN else f"rank {rank}'s process"
         return self._failed(Cause.USER if own else Cause.MACHINE, f"{which} {became}")
 

@@ -11,8 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from prefect_tune.artifact_sync.syncer import Syncer
-from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target

@@ -28,7 +28,7 @@ def register_blocks() -> None:
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.storage_target import StrictBlock
     from prefect_tune.blocks.targets import TARGET_TYPES
-    from prefect_tune.deploy.api_client import prefect_server
+    from prefect_tune.prefect_api.api_client import prefect_server
 
     kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)
     with prefect_server("blocks"):
@@ -126,7 +126,7 @@ def _drilled(plan: DrillPlan, place: str | None, *, keep: bool, as_json: bool) -
     """Run a drill, print what it found, and exit with 1 if the runs differ, or with 2 if it could not run."""
     from rich.console import Console
 
-    from prefect_tune.drills.picture import drill_in_terminal
+    from prefect_tune.drills.run_drill import drill_in_terminal
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it wrote is removed

@@ -65,20 +65,17 @@ from prefect_tune.terminal.cost_view import (
     ranks_table,
 )
 from prefect_tune.terminal.formatting import (
-    UNKNOWN,
-    Freshness,
     borderless_table,
     errors_by_cause,
     facts_table,
     format_counts,
-    format_moment,
     format_steps,
     format_value,
-    freshness_of,
     names_of,
     plain_cells,
     print_parts,
 )
+from prefect_tune.terminal.freshness import UNKNOWN, Freshness, format_moment, freshness_of
 from prefect_tune.terminal.progress_view import trials_table
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import did_you_mean
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.open_location import LocalFolder, local_folder
-from prefect_tune.terminal.formatting import freshness_of
+from prefect_tune.terminal.freshness import freshness_of
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -94,7 +94,7 @@ def _folders(paths: Iterable[str]) -> Iterator[str]:
 
 def _similar_prefix(place: StorageTarget) -> str:
     """Return a folder of a bucket that has experiments, and is named like the one of `place`."""
-    from prefect_tune.blocks.targets.object_target import ObjectTarget
+    from prefect_tune.blocks.storage_target import ObjectTarget
 
     if not isinstance(place, ObjectTarget) or not place.prefix:
         return ""

@@ -47,8 +47,7 @@ from prefect_tune.terminal.formatting import (
 )
 
 if TYPE_CHECKING:
-    from prefect_tune.maintenance.delete_experiment import ExperimentContents
-    from prefect_tune.maintenance.runner import MaintenanceReport
+    from prefect_tune.maintenance import ExperimentContents, MaintenanceReport
 
 
 @command
@@ -435,7 +434,7 @@ def delete(
     """
     from rich.console import Console
 
-    from prefect_tune.maintenance.delete_experiment import contents_of, delete_experiment
+    from prefect_tune.maintenance import contents_of, delete_experiment
 
     if not yes and not sys.stdin.isatty():
         raise InvalidInput(

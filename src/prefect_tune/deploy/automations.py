@@ -36,7 +36,7 @@ from prefect_tune.core.notifications.prefect_events import (
     SyncLagged,
     TrialStalled,
 )
-from prefect_tune.deploy.api_client import prefect_server
+from prefect_tune.prefect_api.api_client import prefect_server
 
 _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"

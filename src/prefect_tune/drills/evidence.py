@@ -158,7 +158,8 @@ class Difference:
 def compare(store: ObjectStore, expected: DrillRun, found: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
     first: dict[tuple[str, str], Difference] = {}
-    for each in sorted([*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)], key=_order):
+    differences = [*_of_metrics(expected, found), *_of_checkpoints(store, expected, found)]
+    for each in sorted(differences, key=lambda each: (each.step, each.what.file != METRICS)):
         first.setdefault(each.place, each)
     return list(first.values())
 
@@ -167,10 +168,6 @@ def changing_places(store: ObjectStore, run: DrillRun) -> Collection[tuple[str, 
     """Return the places in the checkpoints of a run that change from one to the next, as training does."""
     in_order = (run.manifests[step] for step in sorted(run.manifests))
     return {(each.file, each.key) for one, other in pairwise(in_order) for each in _of_manifests(store, one, other)}
-
-
-def _order(each: Difference) -> tuple[int, bool]:
-    return each.step, each.what.file != METRICS
 
 
 def _of_metrics(expected: DrillRun, found: DrillRun) -> Iterator[Difference]:

@@ -1,4 +1,7 @@
-"""Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them."""
+"""Run a drill: an undisturbed run, a run that is killed and resumed, and what differs between them.
+
+In a terminal it is seen: a line per run, with its commits, kills and resumes, and then what was found.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,11 +22,17 @@ from uuid import uuid4
 
 from prefect.logging import get_logger
 from prefect.settings import get_current_settings
+from rich.console import Console
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from prefect_tune.blocks import StorageTarget, target_reference
+from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.texts import visible
 from prefect_tune.drills.evidence import DrillRun, changing_places, compare, kills_in, read_records, read_run
 from prefect_tune.drills.findings import DrillReport, Runs, report_of
 from prefect_tune.drills.plan import DrillPlan
@@ -252,3 +261,76 @@ def api_of_drill() -> Iterator[dict[str, str]]:
             yield {**own, "PREFECT_API_URL": server.url}
         finally:
             server.end()
+
+
+# A drill in a terminal.
+
+_CELLS = 24
+_LEGEND = {
+    "●": "[green]●[/] committed",
+    "✗": "[bold red]✗[/] SIGKILL",
+    "↻": "[bold yellow]↻[/] resumed after this step",
+}
+
+
+def drill_in_terminal(plan: DrillPlan, place: str | None, console: Console, *, keep: bool) -> DrillReport:
+    """Run a drill, show its runs as they go, and print what it found.
+
+    Args:
+        plan: what is trained, and where it is killed.
+        place: of the target; None for a temporary folder.
+        console: gets the picture and the lines.
+        keep: whether what the runs have written stays.
+
+    Raises as `run_drill`.
+    """
+    tracks: list[Track] = []
+    with ExitStack() as at_end:
+        if place is None and keep:
+            place = tempfile.mkdtemp(prefix="prefect-tune-drill-")
+        elif place is None:
+            place = at_end.enter_context(temporary_folder())
+        environment = at_end.enter_context(api_of_drill())
+        console.print(f"\n  [bold]prefect-tune drill[/] of {plan.trainable}, {plan.steps} steps\n")
+        with Live(get_renderable=lambda: picture_of(tracks), console=console):
+            report = run_drill(plan, resolve_target(place), environment, keep=keep, tracks=tracks)
+    console.print("" if console.is_terminal else "\n", f"  {legend_of(tracks)}\n", sep="\n")
+    first, *others = map(visible, report.lines())
+    found = Table.grid(padding=(0, 1, 0, 0))
+    found.add_row(Text("  ✓", "bold green") if report.is_exact else Text("  ✗", "bold red"), Text(first))
+    console.print(found)
+    for line in others:
+        console.print(Padding(Text(line.strip()), (0, 0, 0, 4), expand=False))
+    if keep:
+        console.print(Text(f"  kept on {place}: experiments {report.name}-undisturbed and {report.name}-killed", "dim"))
+    return report
+
+
+def picture_of(tracks: Sequence[Track]) -> Table:
+    """Return the tracks, one below the other."""
+    table = Table.grid(padding=(0, 2))
+    for number, each in enumerate(tracks, 1):
+        step, seconds = f"step {each.step}" if each.step else "", f"{each.seconds:.1f} s"
+        table.add_row(f"  {number} {each.name}", cells_of(each, _CELLS), step, seconds)
+    return table
+
+
+def legend_of(tracks: Sequence[Track]) -> str:
+    """Return what the marks in the picture mean; of a mark that it does not have, nothing."""
+    drawn = "".join(cells_of(each, _CELLS).plain for each in tracks)
+    return "   ".join(words for mark, words in _LEGEND.items() if mark in drawn)
+
+
+def cells_of(track: Track, width: int) -> Text:
+    """Return the run as `width` cells: steps trained, checkpoints committed, kills, resumes."""
+    last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
+    marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]
+    after = 1 if width >= 2 * track.steps else 0  # a kill is after its step, and hides no commit where there is room
+    for steps, mark, offset in (
+        (track.committed, ("●", "green"), 0),
+        (track.resumes, ("↻", "bold yellow"), 0),
+        (track.kills, ("✗", "bold red"), after),
+    ):
+        for step in steps:
+            marks[min(last[min(step, track.steps)] + offset, width - 1)] = mark
+    return Text.assemble(*marks)

@@ -32,7 +32,7 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
 from prefect_tune.executors.remote_link import StoreLink, request_as_parameters, spec_as_parameters
 from prefect_tune.executors.trial_executor import attempt_of, error_in
-from prefect_tune.prefect_api.api_errors import is_temporary
+from prefect_tune.prefect_api.api_client import is_temporary
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prefect_tune.loggers.csv_json_loggers import CSVLogger, JSONLogger
 from prefect_tune.loggers.mlflow_logger import MLflowLogger
-from prefect_tune.loggers.row_loggers import CSVLogger, JSONLogger
 from prefect_tune.loggers.tensorboard_logger import TensorBoardLogger
 from prefect_tune.loggers.wandb_logger import WandbLogger
 

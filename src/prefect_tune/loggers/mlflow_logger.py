@@ -11,7 +11,7 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.models import StepReport, flat
-from prefect_tune.loggers.row_loggers import require_package
+from prefect_tune.loggers.csv_json_loggers import require_package
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

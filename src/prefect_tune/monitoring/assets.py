@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpo
 from prefect_tune.core.journal_events import CheckpointRef, Cloned, Committed
 from prefect_tune.core.notifications.prefect_events import BestImproved, abbreviated, payload_of
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.prefect_api.artifacts import PrefectEvent, as_related, asset_of, materialized, referenced
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, as_related, asset_of, materialized, referenced
 
 _MOST_SOURCES = 20
 _OF_A_TRIAL = "The checkpoints of one trial; each commit is a materialization."

@@ -60,7 +60,7 @@ from prefect_tune.core.notifications.prefect_events import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.prefect_api.artifacts import PrefectEvent
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent
 
 # Build Prefect events from changes of an experiment, with a rate limit on the events of trials.
 

@@ -36,7 +36,7 @@ from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.models import StepReport, digest_of
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.prefect_api.artifacts import update_artifact
+from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import drawn_trials, report_input_of
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
@@ -44,7 +44,7 @@ from prefect_tune.reporting.render import as_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import format_duration
-from prefect_tune.terminal.progress_state import share_of_search, share_of_trial
+from prefect_tune.terminal.progress_view import share_of_search, share_of_trial
 from prefect_tune.terminal.time_left import SearchEstimate
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it in the end.

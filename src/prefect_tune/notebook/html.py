@@ -26,8 +26,8 @@ from prefect_tune.reporting.timeline_charts import FILLS, cost_bar
 from prefect_tune.reporting.trial_charts import learning_curves
 from prefect_tune.terminal.cost_view import cost_sentence
 from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_duration, format_value, names_of
-from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.progress_view import (
+    ProgressState,
     cells_of,
     chosen_trials,
     common_metrics,
@@ -116,7 +116,9 @@ def _progress_parts(state: ProgressState, ending: Ending, why: str, link: str | 
         yield paragraph(soft(f"and {plural(hidden, 'more trial', 'more trials')}"))
     yield errors_html(state.errored, state.counts.get(Status.ERRORED, 0))
     if ending is Ending.RUNNING:
-        yield from (paragraph(soft(_words_of(each))) for each in state.notes[-_MOST_NOTES:])
+        yield from (
+            paragraph(soft(f"{each.at:%H:%M:%S} {each.trial} {each.text}")) for each in state.notes[-_MOST_NOTES:]
+        )
 
 
 def _headline(state: ProgressState, ending: Ending, why: str) -> Iterator[Html]:
@@ -147,10 +149,6 @@ def _pace(state: ProgressState) -> Iterator[str]:
 
 def _link(address: str) -> Html:
     return Html(f'<a href="{escape(address)}" target="_blank" rel="noopener">in the Prefect UI</a>')
-
-
-def _words_of(note: Note) -> str:
-    return f"{note.at:%H:%M:%S} {note.trial} {note.text}"
 
 
 def _bar(share: float, ink: str) -> Html:

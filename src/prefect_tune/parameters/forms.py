@@ -28,9 +28,8 @@ from pydantic_core import CoreSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.blocks.resolve_target import deployment_of_run
-from prefect_tune.blocks.storage_target import StrictBlock
+from prefect_tune.blocks.storage_target import ObjectTarget, StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
-from prefect_tune.blocks.targets.object_target import ObjectTarget
 from prefect_tune.callbacks import Callback
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper

@@ -19,7 +19,7 @@ from prefect.input import RunInput, keyset_from_paused_state
 from prefect.settings import get_current_settings
 from prefect.states import Failed
 
-from prefect_tune.prefect_api.api_errors import prefect_changed
+from prefect_tune.prefect_api.api_client import prefect_changed
 
 
 def call_path() -> str:

@@ -11,7 +11,6 @@ from prefect_tune.core.experiment.trial import Status, status_label, wasted_word
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
 from prefect_tune.reporting.facts import Cost, Facts, Links, ReportInput, TrialFacts, facts_of
-from prefect_tune.reporting.number_format import format_cell, format_count, format_metrics, format_span
 from prefect_tune.reporting.render import Block, Cell, Code, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.timeline_charts import cost_bar, timeline
 from prefect_tune.reporting.trial_charts import (
@@ -21,7 +20,14 @@ from prefect_tune.reporting.trial_charts import (
     rung_chart,
 )
 from prefect_tune.terminal.cost_view import LEAST_SECONDS
-from prefect_tune.terminal.formatting import error_of, format_counts
+from prefect_tune.terminal.formatting import (
+    error_of,
+    format_cell,
+    format_count,
+    format_counts,
+    format_metrics,
+    format_span,
+)
 
 _UNREMARKABLE = (Status.COMPLETED, Status.PRUNED)
 """Statuses that the headline leaves to the table below it."""

@@ -16,7 +16,7 @@ from html import escape
 from typing import Literal
 
 from prefect_tune.core.texts import visible_line
-from prefect_tune.reporting.number_format import format_number
+from prefect_tune.terminal.formatting import format_number
 
 Point = tuple[float, float]
 

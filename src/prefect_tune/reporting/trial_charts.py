@@ -9,7 +9,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.schedulers.base import Exploit, Stop
 from prefect_tune.reporting.facts import ReportInput, spread
 from prefect_tune.reporting.history import numbers_in
-from prefect_tune.reporting.number_format import format_number
 from prefect_tune.reporting.svg import (
     BLUE,
     END,
@@ -29,6 +28,7 @@ from prefect_tune.reporting.svg import (
     draw_y_axis,
     fitted,
 )
+from prefect_tune.terminal.formatting import format_number
 
 WIDTH = 880
 _NAMED = 4

@@ -38,7 +38,7 @@ from prefect_tune.core.models import digest_of, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.parameters.argument_checks import stopper_for
 from prefect_tune.parameters.json_specs import stop_to_json
-from prefect_tune.prefect_api.api_errors import is_temporary
+from prefect_tune.prefect_api.api_client import is_temporary
 from prefect_tune.prefect_api.flow_runs import in_order, is_resumed, set_with_form, suspended_state
 from prefect_tune.reporting.render import escaped
 

@@ -1,12 +1,12 @@
-"""Format values, steps, errors and tables for a terminal."""
+"""Format values, numbers, steps, errors and tables, for a terminal, a notebook and a report."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import PurePath
 
 from rich.console import Console
@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.experiment.failure_policy import error_in
-from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.messages.live_status import ExperimentView
-from prefect_tune.core.models import parse_time
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.metrics import shown
+from prefect_tune.core.models import flat
 from prefect_tune.core.texts import visible
 
 _LEAST_RANGE = 4
@@ -151,74 +151,63 @@ def names_of(trials: Sequence[Trial]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-# How old is what a reader sees of an experiment: as JSON fields, and in words.
+# Numbers in a report: four significant digits, commas between thousands, durations with units.
 
-_MISSED = 2
-_SLACK = timedelta(seconds=1)
-"""A live status is stale once this many updates are missing, and this time for the last one has passed."""
-_SAME_DAY = timedelta(hours=12)
+_DIGITS = 4
+_LARGE = 10_000_000
+_SMALL = 0.001
+"""Numbers with a fraction, from `_LARGE` on and below `_SMALL`, are written with an exponent."""
+_LONGEST_INT = 10**15
 
 
-@dataclass(frozen=True, slots=True)
-class Freshness:
-    """The time of what is shown, and its age by this machine's clock."""
+def format_number(value: float) -> str:
+    """Return a number: `0.02041`, `27`, `12,346`, `2.148e-28`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value and not _SMALL <= abs(value) < _LARGE:
+        mantissa, _, exponent = f"{value:.{_DIGITS - 1}e}".partition("e")
+        return f"{_trimmed(mantissa)}e{int(exponent)}"
+    places = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return _trimmed(f"{value:,.{max(0, places)}f}")
 
-    as_of: datetime | None
-    """None if the experiment does not say a time."""
-    age: timedelta
-    is_running: bool
-    """Whether a trial runs by the journal."""
-    period: timedelta | None = None
-    """The time between two updates; None if the owner publishes none."""
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the next two updates of a running experiment are missing: its process has probably ended."""
-        return self.is_running and self.period is not None and self.age > self.period * _MISSED + _SLACK
+def format_count(count: int) -> str:
+    """Return a whole number in full: `27`, `12,346`."""
+    return f"{count:,}"
 
-    def fields(self) -> Mapping[str, object]:
-        """Return the fields for JSON outputs."""
-        known = self.as_of is not None
-        return {
-            "as_of": self.as_of.isoformat(timespec="seconds") if self.as_of else None,
-            "age_seconds": round(self.age.total_seconds(), 1) if known else None,
-            "is_stale": self.is_stale,
-        }
 
-    def short(self) -> str:
-        """Return the time and the rough age: `01:32:20, 9 min ago`, with the date if it is not of these hours."""
-        if self.as_of is None:
+def format_span(seconds: float) -> str:
+    """Return a duration: `0.53 s`, `8.2 s`, `3 min 20 s`."""
+    if seconds >= 10:
+        return format_seconds(seconds)
+    return f"{seconds:.3g} s" if seconds >= _SMALL else "0 s"
+
+
+def format_cell(value: object) -> str:
+    """Return a parameter or a metric."""
+    match value:
+        case bool():
+            return str(value)
+        case int():
+            return format_count(value) if abs(value) < _LONGEST_INT else shown(value)
+        case float():
+            return format_number(value)
+        case None:
             return ""
-        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M"
-        rough = " ".join(format_duration(self.age).split()[:2])
-        return f"{self.as_of:{shape}}, {rough} ago"
-
-    def words(self, since: str = "ago") -> str:
-        """Return a sentence for people; `since` follows the age."""
-        if self.as_of is None:
-            return "an unknown time"
-        shape = "%H:%M:%S" if self.age < _SAME_DAY else "%Y-%m-%d %H:%M:%S"
-        said = f"{self.as_of:{shape}} UTC, {format_duration(self.age)} {since}"
-        if self.is_stale and self.period is not None:
-            return f"{said}; updates every {format_duration(self.period)} are missing: its process has probably ended"
-        if self.is_running and self.period is None:
-            return f"{said}: the last journal entry; running trials may be further"
-        return said
+        case Mapping():
+            return format_metrics(value)
+        case str():
+            return value
+        case Sequence():
+            return ", ".join(map(format_cell, value))
+        case _:
+            return str(value)
 
 
-UNKNOWN = Freshness(None, timedelta(0), is_running=False)
+def format_metrics(metrics: Mapping[str, object]) -> str:
+    """Return metrics on one line: `loss 0.02041, accuracy 0.9931`."""
+    return ", ".join(f"{name} {format_cell(value)}" for name, value in flat(metrics).items())
 
 
-def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
-    """Return how old `view` is at `now`; a time in the future counts as now, since clocks differ."""
-    runs = any(each.status is Status.RUNNING for each in view.experiment.trials.values())
-    period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
-    as_of = parse_time(view.as_of)
-    age = max(timedelta(0), now - as_of) if as_of is not None else timedelta(0)
-    return Freshness(as_of, age, runs, period)
-
-
-def format_moment(at: str | None, now: datetime) -> str:
-    """Return how long ago a time of the target was: `12 s ago`; empty for none."""
-    found = parse_time(at) if at else None
-    return "" if found is None else f"{format_duration(max(timedelta(0), now - found))} ago"
+def _trimmed(digits: str) -> str:
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits

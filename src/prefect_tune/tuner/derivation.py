@@ -66,11 +66,11 @@ from prefect_tune.parameters.json_specs import scheduler_from
 from prefect_tune.parameters.options import Stored
 from prefect_tune.parameters.search_limits import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, only_in_code
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE
+from prefect_tune.suspension.suspend_and_resume import STOPPED_HERE
 from prefect_tune.trust import code_choices
-from prefect_tune.tuner.policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
 from prefect_tune.tuner.run_search import policy_of
-from prefect_tune.tuner.stopping import TIME_IS_UP
+from prefect_tune.tuner.search_policy import SearchPolicy, extension_of, open_decision, retry_of, trial_id
+from prefect_tune.tuner.stop_experiment import TIME_IS_UP
 from prefect_tune.tuner.warm_start import prior_trials_of
 
 # What an event of the journal is to an audit.

@@ -52,7 +52,7 @@ from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import (
+from prefect_tune.tuner.search_policy import (
     ONLY_TRIAL,
     SearchPolicy,
     extension_of,
@@ -61,7 +61,7 @@ from prefect_tune.tuner.policy import (
     retry_of,
     trial_id,
 )
-from prefect_tune.tuner.stopping import Stopping, StopSource
+from prefect_tune.tuner.stop_experiment import Stopping, StopSource
 
 # Decide about the reports of trials: journal each decision of the scheduler, then answer the trial.
 

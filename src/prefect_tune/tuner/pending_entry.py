@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.trial_transitions import repeats
 from prefect_tune.core.journal_events import Absorbed, Event
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
 """How long a changed status of a trial waits at most: long enough for the starts of all slots to share an entry."""

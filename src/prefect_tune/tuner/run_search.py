@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -11,23 +11,23 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.attempt import has_had_enough
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.blocks import SyncConfig
-from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.errors import InvalidInput, SearchFailed
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper, metrics_needed, of_experiment, of_trials
-from prefect_tune.core.experiment.summary import best_label, best_of, counted, named
-from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
+from prefect_tune.core.experiment.summary import Curves, best_label, best_of, counted, named
+from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Configured, Event, WarmStart
 from prefect_tune.core.models import leaves, metric_in, plural
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import UNNAMED, Objective
-from prefect_tune.core.texts import nearest, visible
+from prefect_tune.core.texts import visible
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.prestart import process_pool
 from prefect_tune.executors.remote_executor import RemoteExecutor
@@ -35,17 +35,18 @@ from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, 
 from prefect_tune.executors.trial_slots import Slots, slots_elsewhere, slots_here
 from prefect_tune.journal_access import JournalWriter, read_known, write_directly
 from prefect_tune.monitoring.assets import ExperimentAddress
-from prefect_tune.monitoring.callback_runner import callbacks_for
-from prefect_tune.monitoring.event_emitter import EventContext, budgets_of, this_run
-from prefect_tune.monitoring.search_observer import ObserverGroup
-from prefect_tune.monitoring.subscribers import Subscribers
+from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
+from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, budgets_of, emitting_events, this_run
+from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.live_status import LiveStatusPublisher
+from prefect_tune.monitoring.progress import SearchLog, progress
+from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup, ObserverGroup, SearchObserver
 from prefect_tune.parameters import search_limits
 from prefect_tune.parameters.argument_checks import require_one_runner, runner_elsewhere
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.resume_compatibility import (
     CODE_TRAINS,
     CODE_UNUSED,
-    KEEPS_CONFIGURATIONS,
     log_code,
     log_errored,
     log_fewer_samples,
@@ -69,18 +70,25 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import call_path, failed_by
 from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks
 from prefect_tune.results import Results
-from prefect_tune.storage_retries import retrying_refusals
-from prefect_tune.suspension.continuation import SEARCH_QUESTION, first_search_turn
+from prefect_tune.storage_retries import retrying_refusals, skip_prefect_introspection
 from prefect_tune.suspension.resume_forms import unjournaled
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, take_over
-from prefect_tune.tasks.experiments import check_target
-from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_value
+from prefect_tune.suspension.suspend_and_resume import (
+    SEARCH_QUESTION,
+    STOPPED_HERE,
+    Turn,
+    as_one_owner,
+    first_search_turn,
+    next_turn,
+    take_over,
+)
+from prefect_tune.tasks.experiments import check_target, publish_results
+from prefect_tune.terminal.formatting import format_counts, format_value
 from prefect_tune.terminal.time_left import SearchEstimate, pauses_of, resumes_paused
 from prefect_tune.trust import signed_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import SearchPolicy
-from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, never_last
-from prefect_tune.tuner.stopping import StopRequestPoller
+from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of
+from prefect_tune.tuner.search_policy import SearchPolicy
+from prefect_tune.tuner.stop_experiment import StopRequestPoller
 from prefect_tune.tuner.warm_start import known_prior_trials, new_warm_starts, source_names
 
 # The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
@@ -180,104 +188,6 @@ def _objective(objective: Objective | None) -> str:
     if objective is None:
         return "no metric"
     return ", ".join(f"{name} ({mode})" for name, mode in zip(objective.metrics, objective.modes, strict=True))
-
-
-# The error with which a search fails: every trial errored, or no report had a metric that it needs.
-
-_CAUSES = 3
-"""Different errors in the message."""
-
-
-def failure_of(results: Results, found: Experiment | None, metric_check: MetricCheck) -> SearchFailed | None:
-    """Return the error of a search whose trials all errored, or that lacked a metric; None for any other.
-
-    Args:
-        found: the experiment as this run found it; None if it did not read it.
-        metric_check: whether the search ended since a metric is missing. That is read from the reports otherwise, if a
-            trial has completed and no last report has the metric.
-    """
-    if not results.trials:
-        return None
-    if metric_check.bad_stop:
-        return SearchFailed(_with_bad_stop(results, metric_check.bad_stop), results)
-    if len(results.errors) == len(results.trials):
-        earlier = {} if found is None else found.trials
-        skipped = sum(each.attempt == earlier[name].attempt for name, each in results.trials.items() if name in earlier)
-        return SearchFailed(_all_errored(results, skipped), results)
-    if metric_check.came_late:
-        return SearchFailed(_reported_late(results, metric_check.ended_without), results)
-    missing = never_last(results.experiment, results.objective.metrics if results.objective else ())
-    if missing and not metric_check.ended_without:
-        missing = _in_no_report(results, missing)
-    return SearchFailed(_without_metric(results, missing), results) if missing else None
-
-
-def _in_no_report(results: Results, metrics: Sequence[str]) -> Sequence[str]:
-    if all(each.status is not Status.COMPLETED for each in results.trials.values()):
-        return ()
-    reported = results.to_arrow("reports").column_names
-    return [name for name in metrics if name not in reported]
-
-
-def _all_errored(results: Results, skipped: int) -> str:
-    name, count, causes = results.experiment.name, len(results.trials), errors_by_cause(results.trials.values())
-    (cause, (first, *_)), *others = causes
-    if count == 1:
-        errored = f"its only trial errored: {cause}"
-    elif not others:
-        errored = f"{count} of {count} trials errored, all with: {cause}"
-    else:
-        errored = f"{count} of {count} trials errored: {_counted(causes)}"
-    again = f"prefect-tune resume {results.target.uri} {name} --rerun-errored"
-    rerun = f"pass rerun_errored=True ({again}); {KEEPS_CONFIGURATIONS}"
-    if not skipped:
-        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
-    else:
-        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
-        asked = f"{old}: to retry with the code as it is now, {rerun}"
-        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
-    failed = f"experiment {name!r}: {failed}"
-    if "Traceback (most recent call last)" not in first.reason:  # its process has died
-        return failed
-    return f"{failed}. Traceback: prefect-tune show {results.target.uri} {name} --trial {first.trial}"
-
-
-def _counted(causes: Sequence[tuple[str, Sequence[Trial]]]) -> str:
-    said = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
-    more = len(causes) - _CAUSES
-    return "; ".join([*said, *([plural(more, "other error", "other errors")] if more > 0 else [])])
-
-
-def _with_bad_stop(results: Results, error: str) -> str:
-    said = error if error.endswith("?") else f"{error}."
-    return (
-        f"experiment {results.experiment.name!r}: {said} Run the search again under the same experiment name with "
-        "another stop: completed trials are kept, the others continue from their checkpoints"
-    )
-
-
-def _reported_late(results: Results, metrics: Sequence[str]) -> str:
-    names = ", ".join(map(repr, metrics))
-    return (
-        f"experiment {results.experiment.name!r}: the search ended since no report had the metric {names}, and another "
-        "trial reported it after that. Run the search again under the same experiment name to continue it: trials that "
-        "have ended are kept, the others continue from their checkpoints"
-    )
-
-
-def _without_metric(results: Results, missing: Sequence[str]) -> str:
-    found = sorted({name for each in results.trials.values() for name, _ in leaves(each.metrics)})
-    meant = nearest(missing[0], found)
-    question = f"; did you mean {meant!r}?" if meant else "."
-    is_one = results.objective is not None and len(results.objective.metrics) == 1
-    metric = f"metric={meant!r}" if meant and is_one else "a metric that the trainable reports"
-    errored = ", errored ones with rerun_errored=True" if results.errors else ""
-    return (
-        f"experiment {results.experiment.name!r}: expected the metric {', '.join(map(repr, missing))}, "
-        f"found {', '.join(map(repr, found)) or 'no metric'} in the reports{question} Run the search again under the "
-        f"same experiment name with {metric}: completed trials are kept, the others continue from their checkpoints"
-        f"{errored}"
-    )
 
 
 _LOOK_EVERY = timedelta(seconds=0.5)
@@ -489,3 +399,90 @@ def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
         if spec.isolation == "process":
             pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
         yield LocalExecutor(pool, slots.environments, launch=attempts_on(threads))
+
+
+# The subscribers of a running search: callbacks, progress, events, the report, and its learning curves.
+
+_PATIENCE = timedelta(seconds=30)
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
+_MOST_REPORTS = 300_000
+
+
+class Subscribers:
+    """The subscribers of one run of a search, from its start to its end."""
+
+    def __init__(  # noqa: PLR0913  the subscribers need different things
+        self,
+        target: StorageTarget,
+        search: SearchInfo,
+        callbacks: Sequence[Callback],
+        outlook: SearchEstimate,
+        *,
+        in_terminal: bool,
+        news: EventContext,
+        live_period: timedelta | None,
+    ) -> None:
+        self._target = target
+        self._outlook = outlook
+        self._in_terminal = in_terminal
+        self._search = search
+        self._news = news
+        self._live_period = live_period
+        self._callbacks = callbacks
+
+    @contextmanager
+    def listening(
+        self, journal_writer: JournalWriter, runs: Callable[[str], bool], stop: threading.Event, log: Log
+    ) -> Iterator[SearchObserver]:
+        """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
+
+        `runs` returns whether a trial is running now.
+
+        Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
+        or 2 s after a request to stop.
+        """
+        callbacks = Callbacks(self._callbacks, self._target, self._search, log)
+        keeper = _CurveKeeper(journal_writer.experiment)
+        recorder = AttemptRecorder(journal_writer.experiment)
+        lines = SearchLog(journal_writer.experiment, self._search.objective, self._target.uri, log)
+        callbacks.start(journal_writer.experiment)
+        try:
+            with (
+                reported(Reporter(self._target, recorder.attempts, self._outlook, log), stop) as reporter,
+                emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
+                progress(recorder.attempts, self._outlook, log, stop, in_terminal=self._in_terminal) as seen,
+                LiveStatusPublisher(self._target, recorder.attempts, self._live_period, runs),
+            ):
+                shows = DisplayGroup([recorder, lines, emitter, seen, reporter], log)
+                yield ObserverGroup([keeper, callbacks, shows])
+                reporter.conclude()  # it draws the last page while the other subscribers end
+                if not stop.is_set():
+                    self._publish(journal_writer.experiment, keeper.curves, log)
+        finally:
+            callbacks.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+    def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
+        """Publish the results as files; log an error if that fails, since the journal holds the same results."""
+        try:
+            publish_results(
+                self._target,
+                skip_prefect_introspection(experiment),
+                self._search.objective,
+                skip_prefect_introspection(curves),
+            )
+        except TuneError as error:
+            log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+
+
+class _CurveKeeper(SearchObserver):
+    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.curves: Curves | None = None if experiment.trials else Curves()
+
+    def applied(self, event: Event, experiment: Experiment) -> None:
+        del experiment
+        if self.curves is not None:
+            self.curves.tell_event(event)
+            if self.curves.report_count > _MOST_REPORTS:
+                self.curves = None  # to bound the memory; publishing reads them from the journal

@@ -11,7 +11,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from prefect_tune.attempt.attempt import has_had_enough
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
@@ -30,8 +30,7 @@ from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_emitter import EventContext, EventEmitter, emitting_events, this_run
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.live_status import LiveStatusPublisher
-from prefect_tune.monitoring.progress import progress
-from prefect_tune.monitoring.search_log import SearchLog
+from prefect_tune.monitoring.progress import SearchLog, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder, DisplayGroup
 from prefect_tune.parameters.argument_checks import storable_config
 from prefect_tune.parameters.import_check import require_importable
@@ -40,14 +39,22 @@ from prefect_tune.parameters.search_limits import SearchLimits, spec_of_one_tria
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
-from prefect_tune.suspension.continuation import TRAINING_QUESTION, code_changed, follow_up
 from prefect_tune.suspension.resume_forms import last_form
-from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, take_over
+from prefect_tune.suspension.suspend_and_resume import (
+    TRAINING_QUESTION,
+    Turn,
+    as_one_owner,
+    code_changed,
+    first_turn,
+    follow_up,
+    next_turn,
+    take_over,
+)
 from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.time_left import SearchEstimate
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
-from prefect_tune.tuner.stopping import StopSource
+from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
+from prefect_tune.tuner.stop_experiment import StopSource
 
 
 def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:

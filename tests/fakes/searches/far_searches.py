@@ -30,7 +30,7 @@ from prefect_tune.monitoring.search_observer import ObserverGroup
 from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.searches.far_attempts import FarMachines, plan_at
 from tests.fakes.searches.limits import limits_of
 

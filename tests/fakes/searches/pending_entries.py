@@ -15,7 +15,7 @@ from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.checkpoints import first_generation
 
 LOSS = Objective(metrics=("loss",), modes=("min",))

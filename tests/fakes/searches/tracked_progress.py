@@ -8,7 +8,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.models import StepReport
-from prefect_tune.terminal.progress_state import ProgressTracker
+from prefect_tune.terminal.progress_view import ProgressTracker
 from prefect_tune.terminal.time_left import SearchEstimate
 
 

@@ -18,10 +18,10 @@ from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
 
 import prefect_tune as pt
+from prefect_tune import maintenance
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
-from prefect_tune.maintenance import runner
-from prefect_tune.maintenance.runner import (
+from prefect_tune.maintenance import (
     DamagedCheckpoint,
     MaintenanceReport,
     NotLookedAt,
@@ -94,7 +94,7 @@ def test_damage_is_in_a_published_report_before_it_is_quarantined(
         raise Killed
 
     with monkeypatch.context() as dying:
-        dying.setattr(runner, "quarantine_checkpoints", dies)
+        dying.setattr(maintenance, "quarantine_checkpoints", dies)
         with pytest.raises(Killed):
             maintain(str(target), verify="all")
     assert live(target) == [1, 2, 3, 5, 6]

@@ -21,7 +21,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import Question
 from prefect_tune.suspension import resume_forms
-from prefect_tune.suspension.suspend_loop import asked_in_terminal
+from prefect_tune.suspension.suspend_and_resume import asked_in_terminal
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at, owners_at
 

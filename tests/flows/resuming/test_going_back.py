@@ -16,9 +16,8 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Answered, Owner
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import new_write_id, write_directly
-from prefect_tune.suspension.continuation import TRAINING_QUESTION, follow_up
 from prefect_tune.suspension.resume_forms import HOW_TO_CONTINUE, form_of_training, last_form
-from prefect_tune.suspension.suspend_loop import Turn, first_turn
+from prefect_tune.suspension.suspend_and_resume import TRAINING_QUESTION, Turn, first_turn, follow_up
 from prefect_tune.tasks.experiments import open_experiment
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.resuming.left_run import LeftRun

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Configured, Decided
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.maintenance.delete_experiment import delete_experiment
+from prefect_tune.maintenance import delete_experiment
 from prefect_tune.parameters.argument_checks import code_of
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed

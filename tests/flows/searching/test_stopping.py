@@ -18,7 +18,7 @@ from prefect_tune.core.journal.journal import append
 from prefect_tune.core.journal_events import Cause, StopAsked
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.models import Stamp
-from prefect_tune.tuner.stopping import StopOutcome, stop
+from prefect_tune.tuner.stop_experiment import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.driver import until

@@ -207,7 +207,7 @@ def test_a_trial_that_ends_without_a_report_is_no_measure_for_others() -> None:
 
 
 def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.integrations.optuna.search.find_spec", lambda _: None)
+    monkeypatch.setattr("prefect_tune.integrations.optuna.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match="WilcoxonPruner: it needs scipy: pip install scipy"):
         OptunaPruner(PRUNERS["Wilcoxon"]()).begin(LOSS, SEED)
 

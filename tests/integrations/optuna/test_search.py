@@ -388,7 +388,7 @@ def test_a_number_of_samples_is_a_number_of_samples(count: Any) -> None:
     [(samplers.CmaEsSampler, "cmaes"), (samplers.QMCSampler, "scipy"), (samplers.GPSampler, "torch")],
 )
 def test_a_sampler_says_which_package_it_misses(monkeypatch: pytest.MonkeyPatch, sampler: Any, package: str) -> None:
-    monkeypatch.setattr("prefect_tune.integrations.optuna.study.find_spec", lambda _: None)
+    monkeypatch.setattr("prefect_tune.integrations.optuna_study.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=f"{sampler.__name__}: it needs {package}.*pip install {package}"):
         OptunaSearch(sampler(), 9).begin(SPACE, LOSS, 1)
 

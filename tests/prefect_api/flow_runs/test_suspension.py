@@ -12,7 +12,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import Suspended
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.prefect_api.api_errors import OLDEST_TESTED
+from prefect_tune.prefect_api.api_client import OLDEST_TESTED
 from prefect_tune.prefect_api.flow_runs import ignoring_suspension, is_suspended
 
 

@@ -241,7 +241,7 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
     def overtaken() -> None:
         raise pt.SaveOvertaken("trial 't' was changed")
 
-    monkeypatch.setattr(ownership, "_RACES", 3)
+    monkeypatch.setattr(ownership, "MOST_RACES", 3)
     with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
         ownership.trying_again(overtaken)
 

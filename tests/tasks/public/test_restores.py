@@ -116,7 +116,7 @@ def test_a_step_that_retention_deletes_meanwhile_is_not_found(caller: Caller) ->
 
 
 def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_so(caller: Caller) -> None:
-    caller.patch.setattr(checkpoints, "_TRIES", 3)
+    caller.patch.setattr(checkpoints, "MOST_RACES", 3)
     caller.save(1)
     train_on_after_each_look(caller, list(range(2, 9)))
     with pytest.raises(pt.CheckpointNotFound, match="3 times its run deleted the checkpoint during the download"):

@@ -245,6 +245,12 @@ class _Process:
         return self._became
 
 
+MEMORY_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")
+"""How `became` names the signals that end a process which reads memory that it does not have."""
+OWN_SIGNALS = (*MEMORY_SIGNALS, "SIGFPE", "SIGILL")
+"""The signals that the trainable or its libraries cause; SIGKILL comes from outside the process."""
+
+
 def became(code: int, last_words: str) -> str:
     """Describe how a process ended, from its exit code (negative: a signal's number) and its last output."""
     how = f"ended by {_name_of_signal(-code)}" if code < 0 else f"exited with code {code}"

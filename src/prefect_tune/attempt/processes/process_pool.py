@@ -22,7 +22,7 @@ from typing import Self
 
 from prefect_tune.attempt.processes.fork_client import ForkedProcess, ForksUnfit, PendingFork, surroundings
 from prefect_tune.attempt.processes.fork_server_pool import ForkServers, Template, TrialKind
-from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel, became, trial_process
+from prefect_tune.attempt.processes.process_channel import AS_IT_IS, MEMORY_SIGNALS, TrialChannel, became, trial_process
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.attempt.trial_spec import import_path
 from prefect_tune.core.messages.process_messages import (
@@ -47,7 +47,6 @@ _BEGINS = timedelta(seconds=60)  # a fork begins in milliseconds, unless a lock 
 _FIRST_REPORT = timedelta(minutes=10)
 _IDLE = timedelta(seconds=30)
 """How long a pool outlives its last attempt: the scheduler may send the search's next one to this worker."""
-_OF_A_FORK = ("SIGSEGV", "SIGBUS", "SIGABRT")
 _NO_REPORT = "no report yet; if it hangs here, but not with reuse='never', its import does not bear forks"
 
 
@@ -414,7 +413,7 @@ class _PooledChannel(TrialChannel):
         if self._has_reported or not self._pool.forks_after_import(self._request.kind):
             return False
         how = self._borrowed.end().partition("\n")[0]
-        if not any(name in how for name in _OF_A_FORK):
+        if not any(name in how for name in MEMORY_SIGNALS):
             return False
         why = f"a process that was forked after it {how} before its first report"
         self._pool.refuse_forks(self._request.kind, why, self._request.log)

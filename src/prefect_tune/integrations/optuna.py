@@ -1,8 +1,8 @@
-"""A search by any of Optuna's samplers, whose proposals depend only on the journal, so that a resume is exact.
+"""Every sampler and every pruner of Optuna as a search and a scheduler that a resume continues exactly.
 
 In Optuna one random generator serves all trials, and a sampler keeps its notes on trials in Optuna's storage. Here a
 fresh copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. A resume
-rebuilds the notes: it replays the trials in their order.
+rebuilds the notes: it replays the trials in their order. So proposals depend only on the journal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeAlias
+
+try:
+    import optuna as _optuna  # noqa: F401 - only to say what to install where it is missing
+except ModuleNotFoundError as error:
+    if error.name != "optuna":
+        raise
+    raise ImportError(
+        "OptunaSearch and OptunaPruner need Optuna 5: pip install 'prefect-tune[optuna]'", name="optuna"
+    ) from error
 
 from optuna.pruners import (
     BasePruner,
@@ -34,7 +43,7 @@ from prefect_tune.core.search.domains import Domain, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
 from prefect_tune.core.search.space import fixed_by, holds, is_same, resolve, valid_points, valid_space
-from prefect_tune.integrations.optuna.study import (
+from prefect_tune.integrations.optuna_study import (
     Parameters,
     SeededSampler,
     Study,
@@ -51,6 +60,8 @@ from prefect_tune.integrations.optuna.study import (
     without_functions,
     without_the_undrawn,
 )
+
+__all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 
 # A scheduler that stops trials by any of Optuna's pruners.
 

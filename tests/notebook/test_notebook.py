@@ -1,26 +1,37 @@
-"""The HTML of a notebook: bounded, escaped, readable on any background, without external resources."""
+"""What a search shows in a notebook, and the notebook in examples/.
+
+The HTML is bounded, escaped, readable on any background, without external resources. A cell shows the end of a search
+also after a failed update, and only warnings of Prefect's log.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from prefect.logging.handlers import PrefectConsoleHandler
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
+from prefect_tune.core.html_tables import Html
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.notebook.cell_output import Ending, can_show_output
+from prefect_tune.notebook.cell_output import CellOutput, Ending, can_show_output, live_output, quiet_console
 from prefect_tune.notebook.html import progress_html, results_html
-from prefect_tune.terminal.progress_state import Note, ProgressState
+from prefect_tune.terminal.progress_view import Note, ProgressState
 from prefect_tune.terminal.time_left import SearchEstimate
 from tests.fakes.checkpoints import write
 from tests.fakes.html_tags import Tags
+from tests.fakes.notebooks import executed, shipped
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.untrusted import HOSTILE, require_visible
 
@@ -186,3 +197,85 @@ def test_only_a_kernel_has_cells_and_nothing_imports_ipython() -> None:
     assert not can_show_output({})
     code = "import sys, prefect_tune as pt; pt.tune; assert not {'IPython', 'ipykernel'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Cell(CellOutput):
+    """A cell whose first update fails."""
+
+    def __init__(self) -> None:
+        self.shown: list[Html] = []
+        self.failed = threading.Event()
+
+    def show(self, html: Html, text: str) -> None:
+        del text
+        if not self.failed.is_set():
+            self.failed.set()
+            raise OSError("the kernel's channel is closed")
+        self.shown.append(html)
+
+
+def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
+    cell, errors = Cell(), list[Exception]()
+    with live_output(cell, lambda ending, _: (Html(str(ending)), ""), errors.append, threading.Event()):
+        assert cell.failed.wait(60)
+    assert [str(each) for each in cell.shown] == [str(Ending.DONE)]
+    assert [str(each) for each in errors] == ["the kernel's channel is closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(KeyboardInterrupt(), "interrupted "), (ValueError("no\nmore"), "failed ValueError: no")]
+)
+def test_how_it_ended_is_drawn_and_an_interrupt_is_no_failure(error: BaseException, end: str) -> None:
+    cell = Cell()
+    shown = live_output(cell, lambda *ending: (Html(" ".join(ending)), ""), lambda _: None, threading.Event())
+    with pytest.raises(type(error)), shown:
+        raise error
+    assert cell.shown[-1:] == [end]
+
+
+@pytest.fixture
+def console() -> Iterator[io.StringIO]:
+    """The output of Prefect's console handler."""
+    stream = io.StringIO()
+    handler = PrefectConsoleHandler(stream=stream)
+    logger = logging.getLogger("prefect.of_a_cell")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield stream
+    logger.removeHandler(handler)
+
+
+def test_the_console_has_warnings_only_until_the_last_of_several_searches_ends(console: io.StringIO) -> None:
+    log = logging.getLogger("prefect.of_a_cell")
+    with quiet_console():
+        with quiet_console():
+            log.info("one")
+        log.info("two")
+        log.warning("three")
+    log.info("four")
+    assert console.getvalue().split() == ["three", "four"]
+
+
+def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("prefect"), "level", logging.DEBUG)
+    logging.getLogger("prefect").manager._clear_cache()  # type: ignore[attr-defined]  # logging caches enabled levels
+    with quiet_console():
+        logging.getLogger("prefect.of_a_cell").info("one")
+    assert console.getvalue().split() == ["one"]
+
+
+def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    notebook = executed(shipped(), tmp_path, {"PREFECT_API_URL": prefect_server})
+    outputs = [each["outputs"] for each in notebook.cells if each["cell_type"] == "code"]
+    assert [len(each) for each in outputs] == [0, *[1] * 6]  # one display, no log lines
+    search, results, best, checkpoint, more, _ = ["".join(each[0]["data"]["text/html"]) for each in outputs[1:]]
+    assert "done after" in search
+    assert "of 12" in search
+    assert "<svg" in results
+    assert "Trial " in best
+    assert "Checkpoint of step" in checkpoint
+    assert "of 16" in more
+
+
+def test_the_shipped_notebook_has_no_outputs() -> None:
+    assert all(not each.get("outputs") and each.get("execution_count") is None for each in shipped().cells)

@@ -45,7 +45,7 @@ from prefect_tune.parameters.search_limits import SearchLimits
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.search_policy import SearchPolicy
 
 __all__ = [
     "TIME_IS_UP",

@@ -11,8 +11,8 @@ import pytest
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
 
-from prefect_tune.attempt import concurrency_slots
-from prefect_tune.attempt.concurrency_slots import holding_concurrency_limits
+from prefect_tune.tasks import trials
+from prefect_tune.tasks.trials import holding_concurrency_limits
 from tests.fakes.servers.canned_http import Canned, answering
 
 GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "gpu", "limit": 1}}]}}'.encode()
@@ -21,7 +21,7 @@ GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     """An API that fails, until the test changes its answer."""
-    monkeypatch.setattr(concurrency_slots, "_TRY", timedelta(seconds=0.05))
+    monkeypatch.setattr(trials, "_SLOT_TRY", timedelta(seconds=0.05))
     with (
         answering(500) as canned,
         temporary_settings({PREFECT_API_URL: f"{canned.url}/api", PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}),

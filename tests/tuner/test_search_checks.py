@@ -1,4 +1,4 @@
-"""When it is certain that no report of a search has its metric."""
+"""When it is certain that no report has its metric, or that exploits change nothing; what a failed search says."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from prefect_tune.attempt.search_link import StepReported
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import error_in
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
     Cause,
+    Decided,
     Event,
     Finished,
+    GaveUp,
     Reported,
     Started,
     TrialAdded,
 )
+from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.tuner.search_checks import MetricCheck
+from prefect_tune.parameters.resume_compatibility import KEEPS_CONFIGURATIONS
+from prefect_tune.results import Results
+from prefect_tune.tuner.search_checks import ExplorationCheck, MetricCheck, failure_of
 from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("a flow run")
@@ -215,3 +223,111 @@ def test_each_trial_that_completes_without_a_metric_that_others_report_is_named_
     assert caplog.messages == [
         f"trial {each} completed and never reported the metric 'loss', which others have reported" for each in lacking
     ]
+
+
+SAID = "trial b has exploited trial a, with another value of lr, and reports the same loss as that trial"
+CURVE = {6: 0.5, 7: 0.4, 8: 0.3}
+
+
+class Population:
+    """A check in a search of three trials."""
+
+    def __init__(self) -> None:
+        self.check = ExplorationCheck(Objective(metrics=("loss",), modes=("min",)), logging.getLogger("a flow run"))
+        self.state: Experiment = nothing_yet(first_generation("e"))
+        for number, trial in enumerate("abc", 1):
+            self.state = after_event(self.state, TrialAdded(trial=trial, config={"lr": 0.1}, own_journal=True), number)
+
+    def exploits(self, trial: str, source: str, lr: float = 0.2) -> None:
+        exploit = Exploit(source=source, config={"lr": lr}, reason="behind")
+        report = StepReport(step=5, metrics={"loss": 1.0})
+        self.check.applied(Decided(trial=trial, report=report, decision=exploit), self.state)
+
+    def reports(self, trial: str, losses: Mapping[int, float]) -> None:
+        for step, loss in losses.items():
+            report = StepReport(step=step, metrics={"loss": loss, "seconds": hash(trial)})
+            self.check.reported(StepReported(trial, report, asks=False), self.state)
+
+
+def test_an_exploit_without_effect_is_a_warning_once_whichever_trial_reports_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for first, second in (("a", "b"), ("b", "a")):
+        caplog.clear()
+        search = Population()
+        search.exploits("b", "a")
+        search.reports(first, CURVE)
+        assert caplog.messages == []
+        search.reports(second, CURVE)
+        search.exploits("c", "a")
+        search.reports("a", {9: 0.2, 10: 0.1, 11: 0.0})
+        search.reports("c", {9: 0.2, 10: 0.1, 11: 0.0})
+        (said,) = caplog.messages
+        assert said.startswith(SAID)
+
+
+def test_the_equal_reports_of_several_exploits_are_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    search = Population()
+    for step, loss in CURVE.items():  # each exploits again after one step
+        search.exploits("b", "a")
+        search.reports("a", {step: loss})
+        search.reports("b", {step: loss})
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("lr", "of_source", "own"),
+    [
+        (0.2, CURVE, {6: 0.5, 7: 0.41, 8: 0.3}),  # it has an effect
+        (0.1, CURVE, CURVE),  # the configuration is the source's
+        (0.2, {6: 0.5, 7: 0.5, 8: 0.5}, {6: 0.5, 7: 0.5, 8: 0.5}),  # a metric that rests
+        (0.2, {6: 0.5, 7: 0.4}, CURVE),  # too few
+        (0.2, CURVE, {9: 0.5, 10: 0.4, 11: 0.3}),  # other steps
+    ],
+)
+def test_what_may_be_a_coincidence_is_no_warning(
+    lr: float, of_source: Mapping[int, float], own: Mapping[int, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    search = Population()
+    search.exploits("b", "a", lr)
+    search.reports("a", of_source)
+    search.reports("b", own)
+    assert caplog.messages == []
+
+
+def test_a_source_that_exploits_another_trial_is_not_compared_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    search = Population()
+    search.exploits("b", "a")
+    search.exploits("a", "c", 0.1)
+    search.reports("a", CURVE)
+    search.reports("b", CURVE)
+    assert caplog.messages == []
+
+
+_TRACE = "ValueError: bad\nTraceback (most recent call last):\n  ..."
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"),
+    [
+        (_TRACE, "Traceback: prefect-tune show file:///runs e --trial 0"),
+        ("the trial's process exited with code 3", KEEPS_CONFIGURATIONS),
+    ],
+)
+def test_it_refers_to_a_traceback_if_there_is_one(reason: str, ends: str) -> None:
+    state = nothing_yet(first_generation("e"))
+    events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
+    for number, event in enumerate([*events, GaveUp(trial="0", cause=Cause.USER, message=reason)], 1):
+        state = after_event(state, event, number)
+    error = failure_of(Results(state, LocalTarget(path="/runs"), None), None, MetricCheck(None, logging.getLogger()))
+    assert error is not None
+    assert str(error).endswith(ends)
+
+
+def test_a_metric_that_is_nan_is_said_without_retries_and_with_how_a_bad_trial_ends() -> None:
+    with pytest.raises(BadMetric) as refused:
+        storable({"loss": float("nan")}, "metrics of step 1")
+    assert error_in(f"bad-metric is not retried: BadMetric: {refused.value}") == (
+        "BadMetric: metrics of step 1: 'loss': found nan; training has diverged, or the metric divides by zero. For a "
+        "trial that counts as a bad one: report a bad finite value, such as 1e9 for a loss, and return"
+    )

@@ -17,8 +17,8 @@ import pytest
 from prefect.exceptions import TerminationSignal
 
 from prefect_tune import storage_retries
-from prefect_tune.attempt import cancel_and_suspend
-from prefect_tune.attempt.cancel_and_suspend import interruptible
+from prefect_tune.attempt import graceful_stop
+from prefect_tune.attempt.graceful_stop import interruptible
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.storage_retries import is_abandoned, may_pass, retrying_refusals, with_retries
 
@@ -35,7 +35,7 @@ HUNG = """
 import logging, os, signal, threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from prefect_tune.attempt import cancel_and_suspend
+from prefect_tune.attempt import graceful_stop
 
 def work(stop):
     os.kill(os.getpid(), signal.SIGINT)
@@ -44,9 +44,9 @@ def work(stop):
     with ThreadPoolExecutor(1) as threads:
         threads.submit(threading.Event().wait)  # for ever, as for a hung file system
 
-cancel_and_suspend.get_run_logger = logging.getLogger
+graceful_stop.get_run_logger = logging.getLogger
 try:
-    cancel_and_suspend.interruptible(work, grace=timedelta(hours=1))
+    graceful_stop.interruptible(work, grace=timedelta(hours=1))
 except KeyboardInterrupt:
     print("caught")
 """
@@ -54,7 +54,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture(autouse=True)
 def timeout_by_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cancel_and_suspend, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(graceful_stop, "get_run_logger", logging.getLogger)
     before = signal.signal(signal.SIGUSR1, _times_out)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -116,7 +116,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (60.0, 60.0))
-    monkeypatch.setattr(cancel_and_suspend, "_LAST_WORDS", timedelta(seconds=0.1))
+    monkeypatch.setattr(graceful_stop, "_LAST_WORDS", timedelta(seconds=0.1))
     ended, found = threading.Event(), []
 
     def refuse() -> None:

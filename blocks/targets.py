@@ -1,0 +1,504 @@
+"""The storage targets of this package, and the one list of them."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial, reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
+
+from prefect.types import SecretDict
+from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
+
+from prefect_tune.blocks.credentials import (
+    AwsBlock,
+    AzureBlock,
+    GcpBlock,
+    azure_access,
+    connection_options,
+    endpoint_in,
+    gcp_key,
+    s3_access,
+    static_keys,
+)
+from prefect_tune.blocks.storage_target import (
+    FILES_LOGO,
+    ObjectTarget,
+    StorageTarget,
+    bare_name,
+    block_logo,
+    one_at_most,
+)
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.open_location import Client, Location, fsspec_store
+from prefect_tune.stores.posix_store import Sweeps, open_folder
+from prefect_tune.stores.subprocess_store import IsolatedStore
+
+__all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"]
+
+_sweeps = Sweeps()
+
+
+class LocalTarget(StorageTarget):
+    """A folder of this machine, or of a file system that every machine mounts at the same path.
+
+    It is created when it is first used. Its file system must support hard links, for atomic create-if-absent.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import LocalTarget
+
+        target = LocalTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Local Target"
+    _block_type_slug: ClassVar[str | None] = "local-target"
+    _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.FILES
+
+    path: str = Field(description="The folder's path: absolute, or starting with '~'.")
+
+    must_exist: bool = Field(
+        default=False,
+        description="Whether a missing folder is an error, instead of being created: for mounts, where a missing "
+        "folder means that nothing is mounted.",
+    )
+
+    may_hang: bool = Field(
+        default=False,
+        description="Whether it is a network mount that may hang: all operations then run in child processes "
+        "that are killed at the deadline, which costs an additional copy of the bytes.",
+    )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _absolute(cls, path: object) -> object:
+        if not isinstance(path, str | os.PathLike):
+            return path
+        text = os.fspath(path)
+        if not isinstance(text, str) or "\0" in text:
+            raise ValueError("expected text without NUL characters")
+        expanded = _expanded(text)
+        if not expanded.is_absolute():
+            raise ValueError(
+                f"expected an absolute path or one that starts with '~', found {text!r}: "
+                "a relative path would be another folder in each process"
+            )
+        return os.path.normpath(expanded)
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        return cls(path=location.path)
+
+    @property
+    def uri(self) -> str:
+        return Path(self.path).as_uri()
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        deadline = Deadline.after(timeout)
+        if self.may_hang:
+            factory = partial(open_folder, Path(self.path), must_exist=self.must_exist)
+            with IsolatedStore(factory, deadline=deadline) as store:
+                yield store
+        else:
+            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline, sweeps=_sweeps)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r}: this user has no home folder") from error
+
+
+_ON_THIS_MACHINE = frozenset({"file", "local"})
+_IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed
+
+
+class FsspecTarget(StorageTarget):
+    """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
+
+    Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
+    target serves one runner only: PBT, forks, trials on other machines and every other second writer of a journal are
+    refused.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import FsspecTarget
+
+        target = FsspecTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Fsspec Target"
+    _block_type_slug: ClassVar[str | None] = "fsspec-target"
+    _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.OTHER
+
+    location: str = Field(
+        title="URI",
+        description="The location, e.g. 'sftp://host/folder', without a password or token: those are secret options.",
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
+    )
+    secret_options: SecretDict | None = Field(
+        default=None, description="Secret options of the fsspec implementation, e.g. {'password': '...'}."
+    )
+
+    @field_validator("location")
+    @classmethod
+    def _known_and_without_password(cls, uri: str) -> str:
+        import fsspec
+
+        scheme, separator, _ = uri.partition("://")
+        if not separator:
+            raise ValueError("expected 'scheme://...'")
+        parts = urlsplit(uri)
+        if parts.password:
+            raise ValueError("it contains a password in plain text: use secret_options={'password': ...}")
+        if parts.query or parts.fragment:
+            raise ValueError(
+                "expected a location without '?' and '#', whose options would be in plain text: put options into "
+                "storage_options, and keys and tokens into secret_options"
+            )
+        if scheme in _ON_THIS_MACHINE and not uri.partition("://")[2].startswith("/"):
+            raise ValueError(
+                f"expected an absolute path, as in {scheme}:///folder: a relative one depends on the process"
+            )
+        if scheme not in fsspec.available_protocols():  # also those whose package is not installed
+            raise ValueError(f"fsspec does not know the scheme {scheme!r}")
+        return uri.rstrip("/") if not uri.endswith("://") else uri
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:
+        implementation(location.scheme)  # to report a missing package now, not in the middle of a run
+        return cls(location=uri)
+
+    @property
+    def uri(self) -> str:
+        return self.location
+
+    def options(self) -> Mapping[str, Any]:
+        """Return all options, secret ones included."""
+        secrets = {} if self.secret_options is None else self.secret_options.get_secret_value()
+        if both := self.storage_options.keys() & secrets.keys():
+            raise InvalidInput(f"{self.uri}: {min(both)!r} is both a plain and a secret option: keep one")
+        return {**self.storage_options, **secrets}
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        deadline = Deadline.after(timeout)
+        scheme = self.location.partition("://")[0]
+        kind = implementation(scheme)
+        root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
+        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
+        factory = partial(fsspec_store, scheme, root, {**given, **self.options()})
+        if scheme in _IN_PROCESS:
+            yield factory()
+        else:
+            with IsolatedStore(factory, deadline=deadline) as store:
+                yield store
+
+
+def implementation(scheme: str) -> Any:
+    """Return fsspec's class for `scheme`; importing it connects to nothing.
+
+    Raises:
+        InvalidInput: a package is missing; the message names it.
+    """
+    import fsspec
+
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"{scheme}:// needs a package that is not installed: {error}") from error
+
+
+class S3Target(ObjectTarget):
+    """A bucket of Amazon S3, MinIO, Ceph, R2 or another S3-compatible server.
+
+    Without credentials it uses those of the machine that it runs on: from the environment, a profile in ~/.aws (with
+    boto3 installed), a web identity, the container or the instance.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import S3Target
+
+        target = S3Target.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "S3 Target"
+    _block_type_slug: ClassVar[str | None] = "s3-target"
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("aws")
+    _client: ClassVar[Client | None] = Client.S3
+
+    bucket: str = Field(description="The bucket's name, without 's3://'.")
+    region: str | None = Field(
+        default=None, description="The bucket's region. Empty: from the environment, else us-east-1."
+    )
+    access_key_id: str | None = Field(default=None, description="The access key id; needs secret_access_key.")
+    secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
+    session_token: SecretStr | None = Field(default=None, description="The session token of temporary credentials.")
+    credentials: AwsBlock = Field(
+        default=None,
+        description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of the keys above.",
+    )
+    addressing_style: Literal["path", "virtual-hosted"] = Field(
+        default="path", description="Whether the bucket's name is in the URL's path or in the host name."
+    )
+    payload_signing: Literal["without-tls", "always", "never"] = Field(
+        default="without-tls",
+        description="When signatures include the payload: that takes more CPU than the upload itself, and "
+        "TLS protects the payload already.",
+    )
+
+    @field_validator("bucket")
+    @classmethod
+    def _bucket_name(cls, bucket: str) -> str:
+        return bare_name("bucket", bucket, r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key require each other: set both, or neither")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token belongs to an access_key_id and a secret_access_key")
+        one_at_most({"keys": self.access_key_id, "credentials": self.credentials, "anonymous": self.anonymous})
+        return self
+
+    @property
+    def uri(self) -> str:
+        endpoint = self.endpoint_url or endpoint_in(self.credentials)
+        region = self.region or getattr(self.credentials, "region_name", None)
+        return self._uri(f"s3://{self.bucket}/{self._prefix_in_uri}", endpoint=endpoint, region=region)
+
+    def _connector(self) -> Callable[..., Any]:
+        from obstore.store import S3Store
+
+        access = self._access()
+        endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
+        if (endpoint or "").startswith("http:") and not self._may_use_http():
+            raise InvalidInput(
+                f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is intended"
+            )
+        config = {
+            "region": self.region or access.region,
+            "endpoint": endpoint,
+            "virtual_hosted_style_request": self.addressing_style == "virtual-hosted",
+            "skip_signature": self.anonymous,
+            "unsigned_payload": not self._signs_payload(endpoint),
+        }
+        given: Any = {name: value for name, value in config.items() if value is not None}
+        keys: Any = access.keys
+        return partial(S3Store, self.bucket, prefix=self.prefix or None, config=given, credential_provider=keys)
+
+    def _transport(self) -> dict[str, Any]:
+        return {**super()._transport(), "allow_http": self._may_use_http()}
+
+    def _may_use_http(self) -> bool:
+        return self.allow_http or ambient_http(os.environ)
+
+    def _signs_payload(self, endpoint: str | None) -> bool:
+        has_tls = not (endpoint or "").startswith("http:")
+        return self.payload_signing == "always" or (self.payload_signing == "without-tls" and not has_tls)
+
+    def _access(self) -> S3Access:
+        if self.credentials is not None:
+            return s3_access(self.credentials)
+        if self.access_key_id is not None and self.secret_access_key is not None:
+            token = self.session_token.get_secret_value() if self.session_token else None
+            keys = static_keys(self.access_key_id, self.secret_access_key.get_secret_value(), token)
+            return S3Access(keys)
+        return ambient_access(os.environ, anonymous=self.anonymous)
+
+
+# The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.
+_NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
+
+
+class GcsTarget(ObjectTarget):
+    """A bucket of Google Cloud Storage.
+
+    Without credentials it uses the application default credentials of the machine that it runs on.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import GcsTarget
+
+        target = GcsTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "GCS Target"
+    _block_type_slug: ClassVar[str | None] = "gcs-target"
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("googlecloud")
+    _client: ClassVar[Client | None] = Client.GCS
+
+    bucket: str = Field(description="The bucket's name, without 'gs://'.")
+    service_account_json: SecretStr | None = Field(
+        default=None, description="The content of a service account's key file."
+    )
+    credentials: GcpBlock = Field(
+        default=None, description="A GcpCredentials block of prefect-gcp, instead of service_account_json."
+    )
+
+    @field_validator("bucket")
+    @classmethod
+    def _bucket_name(cls, bucket: str) -> str:
+        return bare_name("bucket", bucket, r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+
+    @field_validator("service_account_json")
+    @classmethod
+    def _key_file(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            _require_key(secret.get_secret_value())
+        return secret
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        one_at_most(
+            {
+                "service_account_json": self.service_account_json,
+                "credentials": self.credentials,
+                "anonymous": self.anonymous,
+            }
+        )
+        return self
+
+    @property
+    def uri(self) -> str:
+        return self._uri(f"gs://{self.bucket}/{self._prefix_in_uri}", endpoint=self.endpoint_url)
+
+    def _connector(self) -> Callable[..., Any]:
+        from obstore.store import GCSStore
+
+        given = {"service_account_key": self._key(), "base_url": self.endpoint_url}
+        config: Any = {name: value for name, value in given.items() if value is not None}
+        return partial(GCSStore, self.bucket, prefix=self.prefix or None, config=config)
+
+    def _key(self) -> str | None:
+        if self.anonymous:
+            return _NO_KEY
+        if self.credentials is not None:
+            return gcp_key(self.credentials)
+        return self.service_account_json.get_secret_value() if self.service_account_json else None
+
+
+def _require_key(text: str) -> None:
+    try:
+        key = json.loads(text)
+    except ValueError:
+        key = None
+    if not isinstance(key, dict) or not {"client_email", "private_key"} <= key.keys():
+        raise ValueError("expected the JSON of a service account's key, with client_email and private_key")
+
+
+class AzureTarget(ObjectTarget):
+    """A container of Azure Blob Storage, or of its emulator.
+
+    Without credentials it uses those of the environment where it runs: variables, a workload or managed identity.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import AzureTarget
+
+        target = AzureTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Azure Target"
+    _block_type_slug: ClassVar[str | None] = "azure-target"
+    _logo_url: ClassVar[HttpUrl | None] = block_logo("microsoft-azure")
+    _client: ClassVar[Client | None] = Client.AZURE
+
+    container: str = Field(description="The container's name.")
+    account_name: str | None = Field(
+        default=None,
+        description="The storage account. Empty: from the connection string or the environment.",
+    )
+    account_key: SecretStr | None = Field(default=None, description="An access key of the storage account.")
+    sas_token: SecretStr | None = Field(default=None, description="A shared access signature.")
+    connection_string: SecretStr | None = Field(
+        default=None, description="A connection string, which includes the account's name."
+    )
+    credentials: AzureBlock = Field(
+        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead of the fields above."
+    )
+
+    @field_validator("container")
+    @classmethod
+    def _container_name(cls, container: str) -> str:
+        return bare_name("container", container, r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
+
+    @field_validator("connection_string")
+    @classmethod
+    def _readable(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            connection_options(secret.get_secret_value())
+        return secret
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        one_at_most(
+            {
+                "account_key": self.account_key,
+                "sas_token": self.sas_token,
+                "connection_string": self.connection_string,
+                "credentials": self.credentials,
+                "anonymous": self.anonymous,
+            }
+        )
+        return self
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        account = location.account.partition(".")[0] or None
+        return cls(container=location.container, prefix=location.path, account_name=account)
+
+    @property
+    def uri(self) -> str:
+        account = self.account_name or self._secrets().get("account_name")
+        if account is None:
+            return f"az://{self.container}/{self._prefix_in_uri}".rstrip("/")
+        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_in_uri}".rstrip("/")
+
+    def _connector(self) -> Callable[..., Any]:
+        from obstore.store import AzureStore
+
+        named = {"account_name": self.account_name, "endpoint": self.endpoint_url}
+        config: Any = {
+            **self._secrets(),
+            **{name: value for name, value in named.items() if value},
+        }
+        config |= {"skip_signature": True} if self.anonymous else {}
+        return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
+
+    def _secrets(self) -> Mapping[str, str]:
+        if self.credentials is not None:
+            return azure_access(self.credentials)
+        if self.connection_string is not None:
+            return connection_options(self.connection_string.get_secret_value())
+        given = {"account_key": self.account_key, "sas_key": self.sas_token}
+        return {option: secret.get_secret_value() for option, secret in given.items() if secret is not None}
+
+
+TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget)
+"""The order is that of the choices in the form of `SyncConfig`."""
+
+if TYPE_CHECKING:
+    AnyTarget: TypeAlias = StorageTarget
+else:
+    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # Prefect's forms list the members of the union

@@ -1,1 +1,0 @@
-"""Upload and download of a trial's artifacts: the `Syncer` interface and the built-in one."""
