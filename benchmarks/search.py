@@ -19,8 +19,7 @@ import optuna
 
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.schedulers.base import Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import uniform

@@ -8,8 +8,7 @@ from benchmarks.quality.problems import Parameter, Problem
 from benchmarks.quality.simulation import Answer, Start, Tuner
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Continue, Pause, Scheduler, Stop, TrialReport
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Continue, Pause, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.base import Proposed, Search
 from prefect_tune.core.search.domains import Domain, choice, lograndint, loguniform, randint, uniform

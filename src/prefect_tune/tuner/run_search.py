@@ -24,8 +24,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Configured, Event, WarmStart
 from prefect_tune.core.models import leaves, metric_in, plural
-from prefect_tune.core.schedulers.base import Schedule, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.core.texts import nearest, visible
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher

@@ -22,8 +22,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.base import Exploit, Pause, Scheduler
-from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
