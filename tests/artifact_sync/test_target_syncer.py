@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.artifact_sync.syncer import SyncTimedOut
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
-from prefect_tune.core.checkpoints.artifact_index import newest_index
+from prefect_tune.core.checkpoints.artifacts import newest_index
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,

@@ -8,7 +8,6 @@ from functools import reduce
 
 import pytest
 
-from prefect_tune.core.experiment import segment_levels
 from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
@@ -22,6 +21,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.models import Stamp, StepReport, digest_of
+from prefect_tune.core.storage import layout
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import JOURNAL
@@ -38,7 +38,7 @@ def stamp(write_id: object) -> Stamp:
 def base(digits: int) -> Iterator[None]:
     """Write segments after powers of `digits` instead of powers of ten."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_levels, "_BASE", digits)
+        patch.setattr(layout, "_SEGMENT_BASE", digits)
         yield
 
 

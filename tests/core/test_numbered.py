@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.checkpoints import metadata
-from prefect_tune.core.checkpoints.artifact_index import (
+from prefect_tune.core.checkpoints.artifacts import (
     ArtifactFile,
     ArtifactIndex,
     ArtifactPart,

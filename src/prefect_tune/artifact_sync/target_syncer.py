@@ -15,7 +15,7 @@ from typing import Any
 from prefect_tune.artifact_sync.syncer import HOPELESS, Act, Syncer, SyncTimedOut
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target
-from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
+from prefect_tune.core.checkpoints.artifacts import NEVER_ARTIFACTS
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside
 from prefect_tune.stores.local.artifact_transfer import (
@@ -61,7 +61,7 @@ class TargetSyncer(Syncer):
 
     Only changed files are sent. Files deleted locally are removed from the target by the next sync up; a sync down
     deletes nothing locally. A reader of the target sees a whole sync or the previous one. For `exclude`, see
-    `prefect_tune.core.checkpoints.exclude_patterns`; files that match `NEVER_ARTIFACTS` are never synced.
+    `prefect_tune.core.checkpoints.artifacts`; files that match `NEVER_ARTIFACTS` are never synced.
 
     `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.

@@ -24,9 +24,8 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.models import digest_of, plural, shown_size
-from prefect_tune.core.operations.scrub import Inspection
+from prefect_tune.core.operations.scrub import Inspection, Unreadable
 from prefect_tune.core.storage.generations import current_journal, names_among, names_with_dead_objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore

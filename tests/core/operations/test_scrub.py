@@ -19,13 +19,13 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import best_first, best_of, shown_settings
 from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.journal_events import Deletion, Finished, Retired
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import (
     EVERYTHING,
     DailyShare,
     ScrubLimits,
+    Unreadable,
     inspect,
     inspect_one,
     share_of,
