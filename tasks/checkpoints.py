@@ -56,7 +56,7 @@ from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Ret
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.core.recovery import manifest_if_readable, read_manifest
+from prefect_tune.core.restore import manifest_if_readable, read_manifest
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.texts import did_you_mean_or_has

@@ -16,6 +16,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
 
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -32,7 +33,6 @@ from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
 from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery import adopt
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey

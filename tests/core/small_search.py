@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from prefect_tune.core.adoption import adopt
 from prefect_tune.core.checkpoints.commit import Reusable, commit
 from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
@@ -30,7 +31,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.clone import clear
-from prefect_tune.core.recovery import adopt, read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.generations import current_journal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of
 from prefect_tune.core.journal_events import CheckpointRef, Committed, Quarantined, Reported
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.protocol.mutate import break_lines
 from tests.core.protocol.population import Chronicle, Member, begin_experiment, own

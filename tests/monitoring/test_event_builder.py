@@ -35,7 +35,7 @@ from prefect_tune.core.journal_events import (
     WarmStart,
 )
 from prefect_tune.core.models import Digest, StepReport
-from prefect_tune.core.notifications.health import Allowance, Budget
+from prefect_tune.core.prefect_events import Allowance, Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as emitter_module

@@ -51,7 +51,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.models import Stamp, StepReport, flat, plural, shown_size
 from prefect_tune.core.operations.checkpoint_gc import leftover
-from prefect_tune.core.recovery import checkpoints_with
+from prefect_tune.core.restore import checkpoints_with
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.texts import visible

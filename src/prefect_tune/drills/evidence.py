@@ -14,7 +14,7 @@ from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.journal.journal import history
 from prefect_tune.core.journal_events import Committed, Reported
 from prefect_tune.core.models import leaves
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.file_contents import FileDifference, compare_files, difference

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, StoreUnavaila
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import Event, Started
 from prefect_tune.core.messages.process_messages import Start, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, read_answer
+from prefect_tune.core.messages.target_messages import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

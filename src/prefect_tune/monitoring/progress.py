@@ -14,10 +14,10 @@ from rich.console import RenderableType
 from prefect_tune.attempt import search_link
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import RunningAttempts
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.html_tables import Html
 from prefect_tune.core.journal_events import Event
+from prefect_tune.core.messages.live_status import RunningAttempts
 from prefect_tune.monitoring.live_report import link_to
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.notebook.cell_output import Ending, live_output, output_here

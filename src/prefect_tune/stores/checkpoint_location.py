@@ -275,7 +275,7 @@ class TargetPlace:
             CheckpointNotFound: it is neither.
             CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
         """
-        from prefect_tune.core.recovery import read_manifest
+        from prefect_tune.core.restore import read_manifest
 
         key = self._key()
         if key is None:

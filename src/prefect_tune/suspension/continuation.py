@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimit
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Cloned, Event, Finished, Requeued
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.journal_access import new_write_id, read_known

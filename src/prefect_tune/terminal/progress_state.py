@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.running_attempts import AttemptTimes, RunningAttempts
 from prefect_tune.core.experiment.summary import ranked
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, with_report
@@ -24,6 +23,7 @@ from prefect_tune.core.journal_events import (
     Started,
     events_in,
 )
+from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
 from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective

@@ -25,9 +25,10 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
-from prefect_tune.core.messages.remote_replies import UNASKED, answer
-from prefect_tune.core.messages.stop_requests import (
+from prefect_tune.core.messages.target_messages import (
+    UNASKED,
     StopRequest,
+    answer,
     ask,
     delete_journaled,
     is_journaled,

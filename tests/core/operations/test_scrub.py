@@ -30,7 +30,7 @@ from prefect_tune.core.operations.scrub import (
     inspect_one,
     share_of,
 )
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore

@@ -34,7 +34,7 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, earlier_own
 from prefect_tune.core.journal_events import Claim, Deletion, Event, Owner
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import release_all, settle
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import (
     current_journal,
     delete_objects_before,

@@ -27,7 +27,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live
 from prefect_tune.core.journal.journal import append_as_guest, load, trial_today
 from prefect_tune.core.journal_events import GuestEvent, Quarantined
 from prefect_tune.core.models import Stamp, digest_of
-from prefect_tune.core.recovery import is_live_now, journal_of, read_manifest, trial_in, verify
+from prefect_tune.core.restore import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
 

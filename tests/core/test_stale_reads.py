@@ -17,7 +17,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.scrub import inspect_one
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
-from prefect_tune.core.recovery import read_manifest
+from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prefect_tune.core.callback_delivery import Delivered, DeliveryTracker
 from prefect_tune.core.journal_events import (
     Absorbed,
     AttemptEnded,
@@ -16,7 +17,6 @@ from prefect_tune.core.journal_events import (
     Started,
 )
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.callback_delivery import Delivered, DeliveryTracker
 
 BEGUN = Started(trial="a", attempt=1, from_step=0)
 
