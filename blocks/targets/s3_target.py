@@ -13,8 +13,7 @@ from prefect_tune.blocks.credentials import AwsBlock, endpoint_in, s3_access, st
 from prefect_tune.blocks.storage_target import block_logo
 from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
-from prefect_tune.stores.open_location import Client
+from prefect_tune.stores.open_location import Client, S3Access, ambient_access, ambient_endpoint, ambient_http
 
 
 class S3Target(ObjectTarget):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, place_of
+from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, checkpoint_html, place_of
 from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -200,8 +200,6 @@ class Checkpoint(metaclass=_Advising):
 
     def _repr_html_(self) -> str:
         """Return its location, step, size, metrics and time for a notebook, and how to open it."""
-        from prefect_tune.stores.checkpoint_html import checkpoint_html
-
         return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:

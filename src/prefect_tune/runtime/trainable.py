@@ -341,7 +341,7 @@ def _reporting_session(caller: str) -> TrialSession:
 
 
 def _session(caller: str) -> TrialSession:
-    from prefect_tune.runtime.launched_ranks import joined_session
+    from prefect_tune.runtime.group_session import joined_session
 
     if (joined := joined_session(caller)) is not None:
         return joined

@@ -22,8 +22,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
-from prefect_tune.stores.create_lock import one_at_a_time
-from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.deadline import Deadline, one_at_a_time
 from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning
 from prefect_tune.stores.posix_files import as_store_error
 

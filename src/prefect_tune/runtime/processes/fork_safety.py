@@ -25,10 +25,9 @@ from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line, plural
 from prefect_tune.core.texts import visible
 from prefect_tune.runtime.load_named import load_trainable
-from prefect_tune.runtime.processes.group_signals import handlers_in_fork
 from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
 from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path
-from prefect_tune.runtime.processes.trial_process import forks_end, remember_source
+from prefect_tune.runtime.processes.trial_process import forks_end, handlers_in_fork, remember_source
 from prefect_tune.runtime.trial_errors import text_of
 
 # Their documentation, or a warning at each fork, says that a fork may hang once they are imported.
