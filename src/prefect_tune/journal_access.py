@@ -32,11 +32,11 @@ from prefect_tune.core.journal.journal import LoadedJournal, append, entries_bey
 from prefect_tune.core.journal.segments import write_due_segment
 from prefect_tune.core.journal_events import Event, Owner
 from prefect_tune.core.messages.live_status import last_known_reports
-from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.prefect_api.task_runs import set_crashed
 from prefect_tune.storage_retries import on_target, with_retries
 from prefect_tune.stores.local.staging import transfer_pool

@@ -38,10 +38,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.models import Stamp, StepReport
 from prefect_tune.core.operations.scrub import quarantine, read_one
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.journal_access import JournalWriter, new_write_id
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry

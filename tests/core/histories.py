@@ -20,10 +20,10 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import Stamp, StepReport, digest_of
 from prefect_tune.core.storage import layout
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
 from tests.core.protocol.population import begin_experiment
 

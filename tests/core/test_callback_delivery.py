@@ -16,7 +16,7 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 
 BEGUN = Started(trial="a", attempt=1, from_step=0)
 

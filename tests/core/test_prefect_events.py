@@ -30,7 +30,6 @@ from prefect_tune.core.journal_events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.prefect_events import (
     LABELS,
     NOT_EMITTED,
@@ -54,6 +53,7 @@ from prefect_tune.core.prefect_events import (
 )
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.values import StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 

@@ -19,7 +19,7 @@ from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal_events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.messages.live_status import RunningAttempts
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
 from prefect_tune.monitoring.search_observer import AttemptRecorder
 from prefect_tune.terminal.time_left import SearchEstimate

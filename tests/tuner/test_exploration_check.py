@@ -10,9 +10,9 @@ import pytest
 from prefect_tune.attempt.search_link import StepReported
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.journal_events import Decided, TrialAdded
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.tuner.search_checks import ExplorationCheck
 from tests.fakes.checkpoints import first_generation
 

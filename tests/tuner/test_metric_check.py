@@ -20,8 +20,8 @@ from prefect_tune.core.journal_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.tuner.search_checks import MetricCheck
 from tests.fakes.checkpoints import first_generation
 

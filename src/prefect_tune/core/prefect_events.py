@@ -26,8 +26,9 @@ from prefect_tune.core.journal_events import (
     Question,
     events_in,
 )
-from prefect_tune.core.models import Json, Metrics, Value, first_line, metric_in
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.values import Json, Metrics, Value, metric_in
 
 # Track the best model of an experiment: the best of all commits, and of the last steps of ended trials.
 

@@ -18,9 +18,9 @@ from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.blocks.storage_target import unknown_field
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.models import valid_name
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.values import valid_name
 from prefect_tune.parameters.argument_checks import import_string, stopper_for
 from prefect_tune.parameters.json_specs import with_samples
 from prefect_tune.parameters.search_limits import require_one_count

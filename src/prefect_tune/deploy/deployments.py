@@ -19,7 +19,7 @@ from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.deploy.api_client import prefect_server
 from prefect_tune.deploy.deployment_parameters import SavedBlocks, checked
 from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.blocks import resolve_target
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import visible
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import Track, api_of_drill, run_drill, temporary_folder

@@ -13,11 +13,12 @@ from prefect_tune.core.experiment.summary import kind_of
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load, next_entry
 from prefect_tune.core.messages.live_status import ExperimentView, live_status_of
-from prefect_tune.core.models import plural, valid_name
 from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.generations import is_deleted, no_experiment, objects_before
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.values import valid_name
 from prefect_tune.journal_access import current_owner, new_write_id
 from prefect_tune.storage_retries import on_target
 from prefect_tune.stores.local.staging import transfer_pool

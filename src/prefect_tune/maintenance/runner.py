@@ -24,12 +24,12 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.models import digest_of, plural, shown_size
 from prefect_tune.core.operations.scrub import Inspection, Unreadable
+from prefect_tune.core.shown_text import plural, shown_size, visible
 from prefect_tune.core.storage.generations import current_journal, names_among, names_with_dead_objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
+from prefect_tune.core.values import digest_of
 from prefect_tune.storage_retries import on_target
 from prefect_tune.tasks.maintenance import (
     Sample,

@@ -40,9 +40,9 @@ from prefect_tune.core.journal_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.models import valid_name
+from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.texts import did_you_mean_or_has
+from prefect_tune.core.values import valid_name
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchObserver
 from prefect_tune.runtime.load_named import load_named

@@ -25,11 +25,11 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     events_in,
 )
-from prefect_tune.core.models import first_line, metric_in, parse_time
 from prefect_tune.core.schedulers.base import shown
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.core.storage.layout import JournalKey, below
-from prefect_tune.core.texts import visible
+from prefect_tune.core.values import metric_in, parse_time
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.progress_view import config_cells

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.metrics import shown
-from prefect_tune.core.models import flat
+from prefect_tune.core.values import flat
 from prefect_tune.terminal.formatting import format_seconds
 
 _DIGITS = 4

@@ -31,7 +31,7 @@ from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.journal_events import Scalar
 from prefect_tune.core.messages.process_messages import Directive, Join, Part, RankMetrics, Refused, Start, TrialEnded
 from prefect_tune.core.metrics import storable
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.load_named import load_named
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import RANKS_AT, rank_here, reached, started_by

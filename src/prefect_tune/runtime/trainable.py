@@ -15,7 +15,7 @@ from weakref import WeakSet
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.journal_events import Question
 from prefect_tune.core.messages.process_messages import TrialEnded
-from prefect_tune.core.texts import other_signature
+from prefect_tune.core.shown_text import other_signature
 from prefect_tune.runtime.ranks import started_by
 
 if TYPE_CHECKING:

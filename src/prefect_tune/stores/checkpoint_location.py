@@ -394,7 +394,8 @@ def checkpoint_html(place: LocalPlace | TargetPlace, timeout: timedelta) -> Html
 
 def _facts_of(found: Manifest) -> dict[str, Html]:
     from prefect_tune.core.html_tables import escaped, facts_table, format_html_value, soft
-    from prefect_tune.core.models import flat, plural, shown_size
+    from prefect_tune.core.shown_text import plural, shown_size
+    from prefect_tune.core.values import flat
 
     size_bytes = sum(each.size_bytes for each in found.files)
     metrics = {name: format_html_value(value) for name, value in flat(found.about.metrics).items()}

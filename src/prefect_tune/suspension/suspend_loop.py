@@ -22,9 +22,8 @@ from prefect_tune.core.experiment.resume_choice import ResumeChoice, ResumeLimit
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.journal_events import Answered, Question, Scalar, answer_to, default_of
-from prefect_tune.core.models import plural
+from prefect_tune.core.shown_text import plural, visible
 from prefect_tune.core.storage.generations import require_not_deleted
-from prefect_tune.core.texts import visible
 from prefect_tune.journal_access import new_write_id, no_experiment_at, read_journal, read_known
 from prefect_tune.ownership import owner_after
 from prefect_tune.parameters.search_plan import SearchPlan

@@ -24,9 +24,10 @@ from prefect_tune.core.journal_events import (
     events_in,
 )
 from prefect_tune.core.messages.live_status import AttemptTimes, RunningAttempts
-from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.values import StepReport
 from prefect_tune.terminal.time_left import SearchEstimate, seconds_left
 
 _NOTES = 50

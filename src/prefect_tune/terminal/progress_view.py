@@ -13,8 +13,8 @@ from rich.text import Text
 from prefect_tune.core.experiment.summary import best_label, named
 from prefect_tune.core.experiment.trial import status_label
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
-from prefect_tune.core.models import first_line, flat, metric_in
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import first_line, visible
+from prefect_tune.core.values import flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_counts, format_duration, format_value, plain_cells
 from prefect_tune.terminal.progress_state import Note, ProgressState
 

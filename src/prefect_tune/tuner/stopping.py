@@ -36,10 +36,10 @@ from prefect_tune.core.messages.target_messages import (
     read_request,
     stop_event,
 )
+from prefect_tune.core.shown_text import visible
 from prefect_tune.core.storage.generations import current_journal, no_experiment
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.texts import visible
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.journal_access import new_write_id
 from prefect_tune.parameters.search_limits import SearchLimits

@@ -21,8 +21,8 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
 )
 from prefect_tune.core.messages.live_status import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.command_line import Run

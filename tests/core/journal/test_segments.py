@@ -22,10 +22,10 @@ from prefect_tune.core.journal.segments import (
     write_due_segment,
 )
 from prefect_tune.core.journal_events import Configured
-from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey, begin_of, boundaries, is_boundary
 from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.values import digest_of
 from tests.core.driver import JOURNAL
 from tests.core.histories import base, fold, next_state, opened, stamp
 from tests.fakes.stores.memory_store import MemoryStore

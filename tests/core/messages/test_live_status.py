@@ -33,9 +33,9 @@ from prefect_tune.core.messages.live_status import (
     view_of,
     write_live_status,
 )
-from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.core.values import StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 

@@ -46,7 +46,7 @@ from prefect_tune.core.messages.target_messages import (
     ToRank,
     node_messages_up_to,
 )
-from prefect_tune.core.models import plural
+from prefect_tune.core.shown_text import plural
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.runtime.message_stream import MessageReader

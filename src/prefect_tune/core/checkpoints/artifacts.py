@@ -19,10 +19,10 @@ from pydantic import Field
 
 from prefect_tune.core.checkpoints.manifest import BLOB_BYTES
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
-from prefect_tune.core.models import Digest, Value
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import PortablePath, in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.values import Digest, Value
 
 _INDEXES_KEPT = 8
 _Count = Annotated[int, Field(ge=0)]

@@ -48,10 +48,10 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     Writer,
 )
-from prefect_tune.core.models import Digest, StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, boundaries, is_boundary, level_of
 from prefect_tune.core.usage_records import RunRecord, ended_after, seen
+from prefect_tune.core.values import Digest, StepReport, TrialId, Value
 
 __all__ = [
     "Experiment",

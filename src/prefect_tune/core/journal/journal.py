@@ -64,7 +64,6 @@ from prefect_tune.core.journal_events import (
     Owner,
     Writer,
 )
-from prefect_tune.core.models import Digest, Stamp, digest_of
 from prefect_tune.core.storage.documents import read_document, seal_and_read_back, unseal
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import JournalKey, begin_of, boundaries, number_in
@@ -75,6 +74,7 @@ from prefect_tune.core.storage.object_store import (
     create_or_recognize,
     require_conditional_create,
 )
+from prefect_tune.core.values import Digest, Stamp, digest_of
 
 __all__ = [
     "LoadedJournal",

@@ -25,10 +25,10 @@ from pydantic import TypeAdapter, ValidationError
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.models import Digest, canonical_json, digest_of, parse
 from prefect_tune.core.storage.documents import DOCUMENT_BYTES, Document, read_document, seal, upgraded, verified
 from prefect_tune.core.storage.layout import JournalKey, begin_of, is_boundary, number_in
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Digest, canonical_json, digest_of, parse
 
 __all__ = [
     "Segment",

@@ -35,10 +35,10 @@ from prefect_tune.core.journal_events import (
     Started,
     events_in,
 )
-from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.values import StepReport, TrialId, Value
 
 __all__ = [
     "NOTHING_KNOWN",

@@ -28,10 +28,10 @@ from prefect_tune.core.messages.process_messages import (
     Start,
     StopAndSave,
 )
-from prefect_tune.core.models import Message, TrialId, Value, canonical_json
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, number_in, numbered
 from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+from prefect_tune.core.values import Message, TrialId, Value, canonical_json
 
 __all__ = [
     "UNASKED",

@@ -44,12 +44,12 @@ from prefect_tune.core.journal_events import (
     Claimed,
     GuestEvent,
 )
-from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.checkpoint_gc import collect
 from prefect_tune.core.restore import journal_of, read_manifest, ref_of, trial_in
 from prefect_tune.core.storage.generations import is_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp
 
 
 def newest_of(

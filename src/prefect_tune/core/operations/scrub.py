@@ -26,10 +26,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, is_live, is_quarantined, live_keys
 from prefect_tune.core.journal.journal import append_as_guest, load, trial_today
 from prefect_tune.core.journal_events import GuestEvent, Quarantined
-from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.restore import is_live_now, journal_of, read_manifest, trial_in, verify
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap
+from prefect_tune.core.values import Stamp, digest_of
 
 # Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
 #

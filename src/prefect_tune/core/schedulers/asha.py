@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.models import TrialId, plural
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -27,6 +26,8 @@ from prefect_tune.core.schedulers.base import (
     shown,
 )
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.shown_text import plural
+from prefect_tune.core.values import TrialId
 
 __all__ = [
     "ASHA",
@@ -42,7 +43,6 @@ __all__ = [
 
 
 # Rungs: the steps at which trials are compared, and the losses of the trials that have reached them.
-
 
 RungEntry: TypeAlias = tuple[float, int, TrialId]
 """A trial on a rung: its loss there, and the number of trials before it, so that of equals the earlier is better."""

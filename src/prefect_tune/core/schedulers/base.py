@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core import metrics
-from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport, TrialId, Value
 
 __all__ = [
     "FIFO",

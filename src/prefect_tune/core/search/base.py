@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number
-from prefect_tune.core.models import StepReport, leaves
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.values import StepReport, leaves
 
 __all__ = ["Exhausted", "Proposals", "Proposed", "Repeated", "Search", "Suggestion", "Wait"]
 

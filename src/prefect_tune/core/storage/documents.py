@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
-from prefect_tune.core.models import Value, canonical_json, digest_of, parse, shown_size
+from prefect_tune.core.shown_text import shown_size
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
 DOCUMENT_BYTES = 512 * 1024 * 1024
 """No larger document is written; one that is found is damaged or foreign, and is not read."""

@@ -31,8 +31,8 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from prefect_tune.core.models import Digest, Value, valid_name
 from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
+from prefect_tune.core.values import Digest, Value, valid_name
 
 MANIFEST = "manifest.json"
 _DIGITS = 10

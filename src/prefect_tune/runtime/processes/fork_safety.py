@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from prefect_tune.core.messages.process_messages import ImportRequest
-from prefect_tune.core.models import first_line, plural
-from prefect_tune.core.texts import visible
+from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.runtime.load_named import load_trainable
 from prefect_tune.runtime.processes.linux import children_of, command_of, send_signal
 from prefect_tune.runtime.processes.process_reset import flush_output, noting_import, prepend_import_path

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, cast
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import Broke, Preload, Start, StartReceived, Surroundings, TrialEnded
-from prefect_tune.core.models import digest_of
+from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.group_session import session_of
 from prefect_tune.runtime.load_named import load_named, load_trainable, names_for_spawned, offer_to_spawned, pickled
 from prefect_tune.runtime.message_stream import SupervisorConnection

@@ -32,8 +32,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.models import Digest, digest_of
 from prefect_tune.core.storage.object_store import ObjectStore, ParallelMap, is_inside
+from prefect_tune.core.values import Digest, digest_of
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
 

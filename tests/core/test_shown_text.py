@@ -16,12 +16,12 @@ from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, answer_to, valid_fields
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
 from prefect_tune.core.metrics import is_finite, is_number, shown
-from prefect_tune.core.models import StepReport, canonical_json
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.texts import did_you_mean, did_you_mean_or_has, readable
+from prefect_tune.core.shown_text import did_you_mean, did_you_mean_or_has, readable
+from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.reporting.history import numbers_in
 
 HALF = "\udcff"  # half a character, as in a file name that is not UTF-8
