@@ -53,7 +53,7 @@ def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailab
     An error that is not known to be permanent counts as transient: retries are bounded, but an error that is
     wrongly called permanent ends the work.
     """
-    row, said = _documented(error), _said(error)
+    row, said = _documented(error), str(error).partition("\n")[0] or type(error).__name__
     if row is not None:
         kind = StoreUnavailable if row.meaning in _PASSES else StoreRefused
         return kind(f"{what}: {row.advice} ({said})" if row.advice else f"{what}: {said}")
@@ -75,10 +75,6 @@ def _documented(error: BaseException | None) -> ErrorCode | None:
             return found
         error = error.__cause__
     return None
-
-
-def _said(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 _LEFTOVER_AFTER = timedelta(days=1)

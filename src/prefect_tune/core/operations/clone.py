@@ -195,7 +195,7 @@ def settle(
     side_by_side: ParallelMap,
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
-    found = _trial_now(store, trial, side_by_side)
+    found = _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
     over = claims_over(store, found, checkpoints, side_by_side=side_by_side)
     if not over:
         return found
@@ -281,10 +281,6 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> boo
     if state.term == claim.term:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
     return state.term > claim.term  # a journal of an earlier term is stale, and proves nothing
-
-
-def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:
-    return _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
 
 
 def _still_there(state: Experiment, trial: TrialKey) -> Trial:

@@ -91,7 +91,8 @@ class _State:
         maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
         shared = frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s")
         blocked = frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        return cls(_handlers(), blocked, _processes_left(), _has_gpu_context(), descriptors, shared)
+        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+        return cls(handlers, blocked, _processes_left(), _has_gpu_context(), descriptors, shared)
 
     def added_since(self, before: Self) -> list[str]:
         """Return the names of what is open now, and was not."""
@@ -165,10 +166,6 @@ def _answer(writing: int, before: _State, generations: int) -> NoReturn:
         os.write(writing, done.encode("utf-8", "replace")[:_ANSWER_BYTES] or _NOTHING)
     finally:
         os._exit(0)
-
-
-def _handlers() -> Mapping[int, Any]:
-    return {int(number): signal.getsignal(number) for number in signal.valid_signals()}
 
 
 def _processes_left() -> frozenset[int]:
